@@ -1,0 +1,329 @@
+"""The config of a run: typed, documented, and closed (an unknown key is an error that names the nearest known one).
+
+Several YAML files compose left to right, `--set a.b=c` comes last. `load()` is the only entrance.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from vla_stream.errors import InputError
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys refused, values frozen, no silent conversion of strings to numbers."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Environment(Section):
+    name: str = Field(description="Entry point of the group vla_stream.environments, or module:Class.")
+    max_steps: int = Field(ge=1, description="Environment steps after which an episode is truncated.")
+    options: dict[str, Any] = Field(default_factory=dict, description="Options of that environment; see its file.")
+
+
+class Policy(Section):
+    name: str = Field(description="Entry point of the group vla_stream.policies, or module:Class.")
+    chunk: int = Field(ge=1, description="H: actions per chunk, executed one after the other without looking again.")
+    init_from: Path | None = Field(
+        default=None, description="Checkpoint folder to start from; takes the place of `pretrain`."
+    )
+    options: dict[str, Any] = Field(default_factory=dict, description="Options of that policy; see its file.")
+
+
+class Steps(Section):
+    steps: int = Field(ge=1, description="T: chunk steps per segment; rows that end are reset at the next chunk step.")
+
+
+class Simulators(Section):
+    count: int = Field(default=2, ge=0, description="Simulator processes that `run` starts.")
+    env_batches: int = Field(default=1, ge=1, description="Independent environment batches per process.")
+    slots: int = Field(default=2, ge=1, description="Parts of a batch that travel alone: one request per chunk step.")
+    envs_per_slot: int = Field(default=8, ge=1, description="k: rows (environments) of one slot.")
+    segment: Literal["episode"] | Steps = Field(
+        default=Steps(steps=16), description="{steps: T}, or `episode`: k rows of one task and seed, without resets."
+    )
+    step_deadline_s: float = Field(default=30.0, gt=0, description="A step that takes longer is a hang: replace it.")
+    start_deadline_s: float = Field(default=120.0, gt=0, description="The same for making and resetting environments.")
+
+
+class Generators(Section):
+    count: int = Field(default=1, ge=0, description="Generator processes that `run` starts.")
+    max_batch_size: int = Field(default=32, ge=1, description="Rows that one inference may hold at most.")
+    max_wait_ms: float = Field(default=5.0, ge=0, description="Age of the oldest request at which a batch is sent.")
+    padded_sizes: list[int] = Field(
+        default_factory=list, description="Batch sizes in rows to pad to; max_batch_size is always one of them."
+    )
+    device: str = Field(default="auto", description="Torch device, or auto: cuda if there is one, else cpu.")
+    threads: int = Field(default=1, ge=1, description="CPU threads of torch in each generator.")
+    batch_deadline_s: float = Field(default=60.0, gt=0, description="A batch older than this counts as hung: restart.")
+
+
+class Algorithm(Section):
+    name: Literal["ppo"] = Field(default="ppo", description="Policy-gradient algorithm.")
+    gamma: float = Field(default=0.97, ge=0, le=1, description="Discount per chunk step (not per environment step).")
+    gae_lambda: float = Field(default=0.95, ge=0, le=1, description="λ of generalised advantage estimation.")
+    clip: float = Field(default=0.2, gt=0, description="PPO clip range ε of the ratio to the proximal policy.")
+    behaviour_weight_cap: float = Field(
+        default=2.0, gt=0, description="Upper bound of the decoupled loss's weight proximal ÷ behaviour policy."
+    )
+    granularity: Literal["action", "chunk", "token"] = Field(
+        default="action", description="Log-probs are summed per action, per whole chunk, or not at all (token)."
+    )
+    value_coefficient: float = Field(default=0.5, ge=0, description="Weight of the value loss.")
+    value_clip: float = Field(default=0.2, gt=0, description="Range in which a value may move per update.")
+    huber_delta: float = Field(default=10.0, gt=0, description="δ of the value loss's Huber function.")
+    entropy_coefficient: float = Field(default=0.0, ge=0, description="Weight of the entropy bonus.")
+
+
+class Trainer(Section):
+    segments_per_update: int = Field(ge=1, description="B: segments that one update consumes.")
+    epochs: int = Field(default=3, ge=1, description="Passes over the segments of one update.")
+    minibatch_samples: int = Field(default=256, ge=1, description="Chunk steps (of one row) per optimiser step.")
+    learning_rate: float = Field(default=2.5e-4, ge=0, description="Adam's learning rate of the policy.")
+    value_learning_rate: float = Field(default=2.5e-4, ge=0, description="Adam's learning rate of the value head.")
+    max_grad_norm: float = Field(default=0.5, gt=0, description="Gradients are scaled down to this norm.")
+    critic_warmup_updates: int = Field(
+        default=3, ge=0, description="First updates that train only the value head; versions advance."
+    )
+    max_skipped_in_a_row: int = Field(default=5, ge=1, description="Non-finite updates in a row that end the run.")
+    checkpoint_every: int = Field(default=20, ge=1, description="Updates between checkpoints.")
+    keep_checkpoints: int = Field(default=3, ge=1, description="Newest checkpoints kept on disk.")
+    device: str = Field(default="auto", description="Torch device, or auto: cuda if there is one, else cpu.")
+    threads: int = Field(default=1, ge=1, description="CPU threads of torch in the trainer.")
+
+
+class Flow(Section):
+    max_staleness: int = Field(default=1, ge=0, description="η: versions that a segment's oldest weights may lag.")
+    stale_limit: int | None = Field(
+        default=None, ge=0, description="Staleness above which a segment is refused. Default: 2η + 2."
+    )
+    order: Literal["arrival", "ticket"] = Field(
+        default="arrival", description="ticket: trained in ticket order, staleness exact; for parity runs."
+    )
+    lease_s: float = Field(default=10.0, gt=0, description="A dead worker's permits and requests return after this.")
+    reply_deadline_s: float = Field(default=60.0, gt=0, description="A slot asks again after waiting this long.")
+    drain_deadline_s: float = Field(default=30.0, gt=0, description="Time that drained workers have to finish.")
+
+    @property
+    def stale_limit_versions(self) -> int:
+        return 2 * self.max_staleness + 2 if self.stale_limit is None else self.stale_limit
+
+
+class Broker(Section):
+    lane: Literal["auto", "inline", "shm", "redis"] = Field(
+        default="auto", description="Way of the observation bytes; auto: inline if small, shm on one host, else redis."
+    )
+    inline_below_bytes: int = Field(default=32768, ge=0, description="Observations smaller than this travel inline.")
+
+
+class Pretrain(Section):
+    """Warm start by behaviour cloning, made once per run before the first update. All counts, no wall time."""
+
+    demos: Path | None = Field(default=None, description="File of `vla-stream demos`; default: made on the spot.")
+    episodes: int = Field(default=30, ge=1, description="Demonstrations to collect from the environment's expert.")
+    action_noise: float = Field(default=0.3, ge=0, description="Noise on executed actions; labels stay clean.")
+    seed: int = Field(default=0, ge=0, description="Seed of the demonstrations, scenes and minibatches.")
+    steps: int = Field(default=400, ge=1, description="Gradient steps of behaviour cloning.")
+    batch: int = Field(default=64, ge=1, description="Samples per gradient step.")
+    learning_rate: float = Field(default=1e-3, gt=0, description="AdamW's learning rate of behaviour cloning.")
+    grounding_scenes: int = Field(default=0, ge=0, description="Random scenes for perception pre-training; 0: none.")
+    grounding_steps: int = Field(default=600, ge=0, description="Gradient steps of perception pre-training.")
+    grounding_learning_rate: float = Field(default=3e-3, gt=0, description="Adam's first learning rate there.")
+
+
+class Evaluation(Section):
+    episodes: int = Field(default=200, ge=0, description="Held-out episodes before and after a run; 0: none.")
+    seed: int = Field(default=10_000_000, ge=0, description="First reset seed; training seeds never meet these.")
+
+
+class Config(Section):
+    name: str = Field(default="demo", pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$", description="The run's name.")
+    seed: int = Field(default=0, ge=0, description="Seed of resets, sampling noise and minibatch order.")
+    updates: int = Field(default=100, ge=1, description="Updates after which the run is done.")
+    runs_dir: Path = Field(default=Path("runs"), description="Folder that holds runs/<name>/.")
+    environment: Environment
+    policy: Policy
+    simulators: Simulators = Simulators()
+    generators: Generators = Generators()
+    trainer: Trainer
+    algorithm: Algorithm = Algorithm()
+    flow: Flow = Flow()
+    broker: Broker = Broker()
+    pretrain: Pretrain | None = None
+    evaluation: Evaluation = Evaluation()
+
+    @property
+    def run_dir(self) -> Path:
+        return self.runs_dir / self.name
+
+    @property
+    def chunk_steps_per_episode(self) -> int:
+        return self.environment.max_steps // self.policy.chunk
+
+    @property
+    def segment_steps(self) -> int:
+        """T, the most chunk steps that a segment can have."""
+        segment = self.simulators.segment
+        return self.chunk_steps_per_episode if segment == "episode" else segment.steps
+
+    @property
+    def slots_in_all(self) -> int:
+        return self.simulators.count * self.simulators.env_batches * self.simulators.slots
+
+
+def load(paths: Sequence[Path | str], overrides: Iterable[str] = ()) -> Config:
+    """Read, compose and validate. Raises InputError with one line per problem."""
+    if not paths:
+        raise InputError("config: no file given, expected at least one, for example configs/quickstart.yaml")
+    data: dict[str, Any] = {}
+    for path in paths:
+        _merge(data, _read(Path(path)))
+    for override in overrides:
+        _merge(data, _parse_override(override))
+    return validate(data, subject=", ".join(str(path) for path in paths))
+
+
+def validate(data: Mapping[str, Any], subject: str = "config") -> Config:
+    """A checked Config from plain data, or InputError."""
+    try:
+        config = Config.model_validate(dict(data))
+    except ValidationError as exc:
+        raise InputError("\n".join(f"{subject}: {describe_problem(Config, item)}" for item in exc.errors())) from exc
+    problems = cross_check(config)
+    if problems:
+        raise InputError("\n".join(f"{subject}: {problem}" for problem in problems))
+    return config
+
+
+def cross_check(config: Config) -> list[str]:
+    """Combinations that cannot work, each naming both fields and the remedy."""
+    problems = []
+    chunk, horizon = config.policy.chunk, config.environment.max_steps
+    if horizon % chunk:
+        problems.append(
+            f"policy.chunk is {chunk} but environment.max_steps is {horizon}; make max_steps a multiple of {chunk}"
+        )
+    rows, slot = config.generators.max_batch_size, config.simulators.envs_per_slot
+    if rows < slot:
+        problems.append(
+            f"generators.max_batch_size is {rows} but simulators.envs_per_slot is {slot}; "
+            f"raise max_batch_size to at least {slot}, since a slot's request is never split"
+        )
+    oversized = [size for size in config.generators.padded_sizes if size > rows]
+    if oversized:
+        problems.append(
+            f"generators.padded_sizes holds {oversized[0]} but generators.max_batch_size is {rows}; "
+            f"remove it or raise max_batch_size"
+        )
+    limit = config.flow.stale_limit_versions
+    if limit < config.flow.max_staleness:
+        problems.append(
+            f"flow.stale_limit is {limit} but flow.max_staleness is {config.flow.max_staleness}; "
+            f"raise stale_limit to at least max_staleness"
+        )
+    if config.policy.init_from is not None and config.pretrain is not None:
+        problems.append(
+            "policy.init_from and pretrain are both set; remove one, since both say where the first weights come from"
+        )
+    return problems
+
+
+def notes(config: Config) -> list[str]:
+    """Combinations that work but deserve a sentence."""
+    remarks = []
+    admitted = (1 + config.flow.max_staleness) * config.trainer.segments_per_update
+    if config.slots_in_all > admitted:
+        remarks.append(
+            f"{config.slots_in_all} slots but only {admitted} permits, (1 + flow.max_staleness) × "
+            "trainer.segments_per_update: some slots will always idle; lower simulators.slots or raise either"
+        )
+    if config.flow.order == "arrival" and config.trainer.segments_per_update < 4 * config.slots_in_all:
+        remarks.append(
+            f"trainer.segments_per_update is {config.trainer.segments_per_update}, fewer than four times the "
+            f"{config.slots_in_all} slots: expect some segments staler than flow.max_staleness"
+        )
+    return remarks
+
+
+def describe_problem(model: type[BaseModel], item: Mapping[str, Any]) -> str:
+    """One sentence for one pydantic error: the dotted key, what was got, what was expected, the nearest known key."""
+    parts = [str(part) for part in item["loc"] if str(part) not in {"Steps", "literal['episode']"}]
+    key = ".".join(parts)
+    if item["type"] == "extra_forbidden":
+        known = _known_keys(model, parts[:-1])
+        near = difflib.get_close_matches(parts[-1], known, n=1)
+        remedy = f"did you mean {near[0]}?" if near else f"known here: {', '.join(sorted(known))}"
+        return f"unknown key {key}; {remedy}"
+    if item["type"] == "missing":
+        return f"{key} is missing; {_description(model, parts)}"
+    expected = str(item["msg"]).removeprefix("Input should be ").removeprefix("Value error, ")
+    return f"{key} is {item['input']!r}, expected {expected}"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as exc:
+        reason = getattr(exc, "strerror", None) or "not UTF-8 text"
+        raise InputError(f"{path}: cannot read the config ({reason}); give the path of a YAML file") from exc
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as exc:
+        place = getattr(exc, "problem_mark", None)
+        where = f" at line {place.line + 1}" if place else ""
+        raise InputError(f"{path}: not valid YAML{where}; {getattr(exc, 'problem', 'see the file')}") from exc
+    if not isinstance(data, dict):
+        raise InputError(f"{path}: holds {type(data).__name__}, expected a mapping of sections")
+    return data
+
+
+def _parse_override(text: str) -> dict[str, Any]:
+    key, separator, value = text.partition("=")
+    if not separator or not all(key.split(".")):
+        raise InputError(f"--set {text}: expected section.key=value, for example --set trainer.epochs=2")
+    try:
+        parsed: Any = yaml.safe_load(value)
+    except yaml.YAMLError as exc:
+        raise InputError(f"--set {text}: {value!r} is not valid YAML") from exc
+    for part in reversed(key.split(".")):
+        parsed = {part: parsed}
+    return dict(parsed)
+
+
+def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
+    for key, value in new.items():
+        if isinstance(value, Mapping) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = value
+
+
+def _section(model: type[BaseModel], parts: Sequence[str]) -> type[BaseModel] | None:
+    for part in parts:
+        field = model.model_fields.get(part)
+        if field is None:
+            return None
+        candidates = [field.annotation, *getattr(field.annotation, "__args__", ())]
+        found = [item for item in candidates if isinstance(item, type) and issubclass(item, BaseModel)]
+        if not found:
+            return None
+        model = found[0]
+    return model
+
+
+def _known_keys(model: type[BaseModel], parts: Sequence[str]) -> list[str]:
+    section = _section(model, parts)
+    return list(section.model_fields) if section else []
+
+
+def _description(model: type[BaseModel], parts: Sequence[str]) -> str:
+    section = _section(model, parts[:-1])
+    field = section.model_fields.get(parts[-1]) if section else None
+    return (field.description if field else None) or "see configs/quickstart.yaml"

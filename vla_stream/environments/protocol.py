@@ -1,0 +1,122 @@
+"""What a simulator must offer, and the observation that every environment and policy agree on.
+
+Legend of shape suffixes, here and in the rest of the project:
+    B rows (environments or samples), T chunk steps, H actions per chunk, A action dims, S state dims.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, Self, runtime_checkable
+
+import numpy as np
+from pydantic import BaseModel
+
+
+@dataclass(frozen=True, slots=True)
+class Observations:
+    """Observations of B rows, as every policy reads them.
+
+    images:      camera name -> u8[B, height, width, 3], RGB, row 0 at the top.
+    state:       f32[B, S], proprioception in the simulator's own units.
+    instruction: B sentences in natural language.
+
+    Example: Observations({"front": u8[4, 48, 48, 3]}, f32[4, 8], ["touch the red cube"] * 4)
+    """
+
+    images: Mapping[str, np.ndarray]
+    state: np.ndarray
+    instruction: Sequence[str]
+
+    def __len__(self) -> int:
+        return len(self.instruction)
+
+    def take(self, rows: Sequence[int] | np.ndarray) -> Self:
+        """The given rows, copied, in the given order."""
+        index = np.asarray(rows, dtype=np.int64)
+        images = {camera: image[index] for camera, image in self.images.items()}
+        return type(self)(images, self.state[index], [self.instruction[i] for i in index])
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Observations]) -> Self:
+        """All rows of `parts`, which must agree on cameras and shapes, in order."""
+        images = {camera: np.concatenate([part.images[camera] for part in parts]) for camera in parts[0].images}
+        state = np.concatenate([part.state for part in parts])
+        return cls(images, state, [sentence for part in parts for sentence in part.instruction])
+
+
+@dataclass(frozen=True, slots=True)
+class Specification:
+    """Shapes that a policy and an environment must share.
+
+    cameras: camera name -> (height, width). state_dims: S. action_dims: A. Actions lie in [action_low, action_high].
+    """
+
+    cameras: Mapping[str, tuple[int, int]]
+    state_dims: int
+    action_dims: int
+    action_low: float = -1.0
+    action_high: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Outcome of one environment step for B rows; rows that were not active hold zeros and False.
+
+    observations: after the step and before any reset (there is no autoreset).
+    reward f32[B]; terminated, truncated, success bool[B]. `success` is that of this step.
+    """
+
+    observations: Observations
+    reward: np.ndarray
+    terminated: np.ndarray
+    truncated: np.ndarray
+    success: np.ndarray
+
+
+@runtime_checkable
+class EnvironmentBatch(Protocol):
+    """B environments of one kind, stepped together. There is no autoreset: whoever steps decides when to reset.
+
+    A class also has the attribute `Options` (a pydantic model with a sentence per field, importable without the
+    simulator's own packages) and is made as `Class(rows, Options(...))`.
+    `whole_batch` says that a subset cannot be stepped; `rows_per_process` bounds the rows that one process may hold
+    (None: all of them); `max_steps` is the horizon after which a row is truncated.
+    """
+
+    Options: ClassVar[type[BaseModel]]
+    rows_per_process: ClassVar[int | None]
+    whole_batch: ClassVar[bool]
+    specification: Specification
+    max_steps: int
+
+    def reset(self, mask: np.ndarray, seeds: np.ndarray) -> Observations:
+        """Reset the rows where mask bool[B] is set, each from its seed u64[B] alone; return all rows' observations."""
+
+    def step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
+        """Step the rows where active bool[B] is set with actions f32[B, A]; the other rows stay untouched."""
+
+    def close(self) -> None:
+        """Release every resource. Idempotent."""
+
+
+@runtime_checkable
+class Expert(Protocol):
+    """Optional: an environment that can demonstrate its task."""
+
+    def expert_actions(self) -> np.ndarray:
+        """The scripted expert's next action for every row, f32[B, A], in the environment's action range."""
+
+
+@runtime_checkable
+class Grounding(Protocol):
+    """Optional: an environment that can label scenes for perception pre-training.
+
+    It stands in for what the pre-training of a real VLM gives: knowing where the thing is that a sentence names.
+    """
+
+    def grounding_targets(self) -> np.ndarray:
+        """Image coordinates of the named object in every row, f32[B, 2], x right and y down, each in [-1, 1]."""
+
+

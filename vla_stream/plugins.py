@@ -1,0 +1,43 @@
+"""Environments and policies by name: an entry point, or `module:Class`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from vla_stream.config import describe_problem
+from vla_stream.errors import InputError
+
+ENVIRONMENTS = "vla_stream.environments"
+POLICIES = "vla_stream.policies"
+
+
+def load_class(group: str, name: str) -> Any:
+    """The class behind `name` in an entry-point group, or behind `module:Class`. Raises InputError."""
+    if ":" in name:
+        module, _, attribute = name.partition(":")
+        try:
+            return getattr(import_module(module), attribute)
+        except (ImportError, AttributeError) as exc:
+            raise InputError(f"{name}: cannot be imported ({exc}); expected module:Class on the Python path") from exc
+    found = {point.name: point for point in entry_points(group=group)}
+    if name not in found:
+        near = difflib.get_close_matches(name, found, n=1)
+        remedy = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(found)) or 'none'}, or module:Class"
+        raise InputError(f"{group}: no entry {name!r}; {remedy}")
+    return found[name].load()
+
+
+def parse_options(cls: Any, data: Mapping[str, Any], subject: str) -> Any:
+    """The class's own Options from a config section. Raises InputError naming the key."""
+    options: type[BaseModel] = cls.Options
+    try:
+        return options.model_validate(dict(data))
+    except ValidationError as exc:
+        lines = [f"{subject}.{describe_problem(options, item)}" for item in exc.errors()]
+        raise InputError("\n".join(lines)) from exc

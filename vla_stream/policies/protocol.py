@@ -1,0 +1,87 @@
+"""What a VLA must offer to generators and trainers. Shape suffixes: see environments/protocol.py.
+
+A policy class is a `torch.nn.Module` with the attribute `Options` (a pydantic model, importable without torch) and is
+made as `Class(Options(...), specification, chunk)`. Its `state_dict()` is what is published and checkpointed.
+This file imports torch for its annotations only, so that reading a config never pays for torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+
+import numpy as np
+from pydantic import BaseModel
+
+from vla_stream.environments.protocol import Observations
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Act:
+    """One decision for B rows, as numpy arrays on the host.
+
+    actions  f32[B, H, A] in the environment's range
+    logprobs f32[B, H, A] of the behaviour policy, per action dimension (losses sum to the granularity they use)
+    values   f32[B], a metric only: the trainer computes its own
+    extras   name -> array[B, ...]: what `evaluate` needs to recompute the log-probs (token ids, denoising chain)
+    """
+
+    actions: np.ndarray
+    logprobs: np.ndarray
+    values: np.ndarray
+    extras: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What the current weights say about recorded decisions: logprobs and entropy [B, H, A], values [B], on device."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    values: Tensor
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """A VLA. Both methods run in eval mode (no dropout); `act` without gradients, `evaluate` with them."""
+
+    Options: ClassVar[type[BaseModel]]
+
+    def act(self, observations: Observations, noise_keys: np.ndarray | None) -> Act:
+        """Sample action chunks; row i's noise derives from noise_keys u64[B][i] alone. None: the mode, no sampling."""
+
+    def evaluate(self, observations: Observations, actions: np.ndarray, extras: Mapping[str, np.ndarray]) -> Evaluation:
+        """Log-probs, entropy and values of recorded actions f32[B, H, A], with gradients to all parameters."""
+
+    def imitation_loss(self, observations: Observations, actions: np.ndarray, valid: np.ndarray) -> Tensor:
+        """Behaviour-cloning loss of demonstrated chunks f32[B, H, A]: the sum over valid bool[B, H] elements ÷ their number."""
+
+    def parameter_groups(self) -> Mapping[str, list[torch.nn.Parameter]]:
+        """Trainable parameters as {"policy": [...], "value": [...]}, each parameter once."""
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> Any: ...
+
+
+@runtime_checkable
+class GroundedPolicy(Protocol):
+    """Optional: a policy whose perception can be pre-trained on scenes with a known target."""
+
+    def grounding_loss(self, observations: Observations, targets: np.ndarray) -> Tensor:
+        """Mean error of the predicted image coordinates f32[B, 2] in [-1, 1] of the object that the sentence names."""
+
+
+def row_noise(noise_keys: np.ndarray, size: int) -> np.ndarray:
+    """Standard normal noise f32[B, size]; row i depends on noise_keys[i] only (Philox counter generator)."""
+    noise = np.empty((len(noise_keys), size), dtype=np.float32)
+    for row, key in enumerate(noise_keys):
+        noise[row] = np.random.Generator(np.random.Philox(key=int(key))).standard_normal(size, dtype=np.float32)
+    return noise
