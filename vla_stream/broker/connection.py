@@ -50,11 +50,12 @@ CLOCK_REFRESH_S = 10.0
 CLOCK_SAMPLES = 3
 
 
-def connect(url: str, *, name: str, block_s: float = 0.0) -> Client:
+def connect(url: str, *, name: str, block_s: float = 0.0, margin_s: float = REPLY_MARGIN_S) -> Client:
     """A client with exactly one connection, made at the first command and again after it broke.
 
     `name` shows in CLIENT LIST where the server lets us set it. `block_s` is the longest BLOCK that the caller will
-    ask for. Threads that share a client wait for each other's replies, so a thread that blocks needs its own client.
+    ask for, and `margin_s` how much later than that a reply counts as lost. Threads that share a client wait for each
+    other's replies, so a thread that blocks needs its own client.
     Raises InputError when the url is malformed; whether a server answers, `check_server` finds out.
     """
     _check_url(url)
@@ -70,11 +71,11 @@ def connect(url: str, *, name: str, block_s: float = 0.0) -> Client:
     pool = redis.BlockingConnectionPool.from_url(
         url,
         max_connections=1,
-        timeout=block_s + REPLY_MARGIN_S,
+        timeout=block_s + margin_s,
         decode_responses=False,
         # RESP2 has the same shape of replies in all versions of redis-py and needs no HELLO.
         protocol=2,
-        socket_timeout=block_s + REPLY_MARGIN_S,
+        socket_timeout=block_s + margin_s,
         socket_connect_timeout=CONNECT_TIMEOUT_S,
         # redis-py ≥ 8 retries ten times by default. A retried XADD after a lost reply is a second entry.
         retry=Retry(NoBackoff(), 0),

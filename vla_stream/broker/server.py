@@ -26,7 +26,7 @@ import redis
 from vla_stream.broker.connection import connect
 from vla_stream.errors import InputError, RunFailed
 
-# Without these, glibc maps and unmaps memory for every large payload; with them such payloads are about 2× faster.
+# Without these, glibc maps and unmaps memory for every large payload; with them such payloads are about twice as fast.
 # They belong into the environment of the server and of its clients.
 MALLOC_ENVIRONMENT: Mapping[str, str] = {
     "MALLOC_MMAP_THRESHOLD_": "268435456",
@@ -35,6 +35,8 @@ MALLOC_ENVIRONMENT: Mapping[str, str] = {
 LOG_NAME = "redis.log"
 START_DEADLINE_S = 10.0
 STOP_DEADLINE_S = 5.0
+# Short, because on a port that another process took first, that process may listen and never answer.
+PING_TIMEOUT_S = 0.5
 OLDEST_MAJOR = 7
 # sun_path holds 108 bytes on Linux and 104 on macOS, the closing zero included.
 MAX_SOCKET_PATH_BYTES = 103
@@ -99,8 +101,7 @@ class EmbeddedServer:
         self._log = log
         self._binary = binary
         self._private = _private_folder()
-        self._password = secrets.token_hex(16) if tcp else None
-        self._port = 0
+        self._port, self._password = (_free_port(), secrets.token_hex(16)) if tcp else (0, None)
         self._watcher: subprocess.Popen[bytes] | None = None
 
     @classmethod
@@ -176,11 +177,11 @@ class EmbeddedServer:
     def _launch_on_a_free_port(self) -> None:
         # Another process may take the port between our look and the server's bind: then the next one.
         for attempt in range(PORT_ATTEMPTS):
-            self._port = _free_port()
+            self._port, self._password = _free_port(), secrets.token_hex(16)
             try:
                 return self._launch()
             except RunFailed as exc:
-                if attempt == PORT_ATTEMPTS - 1 or "ddress already in use" not in str(exc):
+                if attempt == PORT_ATTEMPTS - 1 or "Failed listening on port" not in str(exc):
                     raise
                 self._private.mkdir(mode=0o700, exist_ok=True)
 
@@ -317,7 +318,7 @@ def _free_port() -> int:
 
 def _wait_until_it_answers(url: str, log: Path, is_alive: Callable[[], bool]) -> None:
     deadline = time.monotonic() + START_DEADLINE_S
-    with contextlib.closing(connect(url, name="vla-stream-starter")) as client:
+    with contextlib.closing(connect(url, name="vla-stream-starter", margin_s=PING_TIMEOUT_S)) as client:
         while True:
             # Asked first: a server that is seen dead before a failed ping cannot have come up in between.
             alive = is_alive()
@@ -350,7 +351,7 @@ def _command_line(pid: int) -> str:
     except OSError:
         if Path("/proc/self").exists():
             return ""
-    shown = subprocess.run(["ps", "-o", "command=", "-p", str(pid)], capture_output=True, text=True, check=False)
+    shown = subprocess.run(["ps", "-ww", "-o", "command=", "-p", str(pid)], capture_output=True, text=True, check=False)
     return shown.stdout
 
 
