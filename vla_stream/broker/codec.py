@@ -1,0 +1,193 @@
+"""Bytes in and out of streams, lanes and pipes: arrays as a msgpack header plus raw little-endian bytes, and sealed
+entry fields with a schema number and a digest.
+
+No pickle: it would run whatever a stranger with access to Redis writes. A decoder here allocates nothing before it has
+checked every size against the bytes that are really there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgpack
+import numpy as np
+import xxhash
+
+from vla_stream.errors import BadMessage
+
+Value = str | bytes | int | float
+Plain = str | int | float | bool | None | Sequence["Plain"] | Mapping[str, "Plain"]
+
+MAX_PACKET_BYTES = 256 * 1024 * 1024  # half of Redis's own limit for one bulk string (F26)
+MAX_HEADER_BYTES = 1024 * 1024
+MAX_ARRAYS = 4096
+MAX_DIMENSIONS = 8
+ALIGNMENT = 16  # so that a view into the packet is aligned for every dtype and for vector loads
+
+DTYPES = {name: np.dtype(name) for name in ("|b1", "|u1", "|i1", "<u2", "<i2", "<u4", "<i4", "<u8", "<i8")}
+DTYPES |= {name: np.dtype(name) for name in ("<f2", "<f4", "<f8")}
+
+
+def pack(arrays: Mapping[str, np.ndarray], meta: Mapping[str, Plain] | None = None) -> bytes:
+    """One packet: 4 bytes header length, header [[name, dtype, shape]...] and meta, then the arrays, each aligned."""
+    described, chunks, position = [], [], 0
+    for name, array in arrays.items():
+        little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
+        kind = little.dtype.str if little.dtype.str in DTYPES else None
+        if kind is None:
+            raise BadMessage(f"array {name}: dtype {array.dtype} cannot travel, expected one of {', '.join(DTYPES)}")
+        described.append([name, kind, list(array.shape)])
+        chunks.append(little.tobytes())
+        padding = -len(chunks[-1]) % ALIGNMENT
+        chunks.append(b"\0" * padding)
+        position += little.nbytes + padding
+    header = msgpack.packb([described, dict(meta or {})])
+    if len(header) > MAX_HEADER_BYTES or position > MAX_PACKET_BYTES:
+        raise BadMessage(f"packet of {position} bytes is too large, expected at most {MAX_PACKET_BYTES}")
+    padding = b"\0" * (_arrays_start(len(header)) - 4 - len(header))
+    return b"".join([len(header).to_bytes(4, "little"), header, padding, *chunks])
+
+
+def unpack(packet: bytes | memoryview) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Arrays (read-only views into `packet`, no copy) and meta. Raises BadMessage."""
+    view = memoryview(packet)
+    if not 4 <= len(view) <= MAX_PACKET_BYTES + MAX_HEADER_BYTES:
+        raise BadMessage(f"packet of {len(view)} bytes, expected 4 to {MAX_PACKET_BYTES}")
+    header_bytes = int.from_bytes(view[:4], "little")
+    if header_bytes > min(MAX_HEADER_BYTES, len(view) - 4):
+        raise BadMessage(f"packet header of {header_bytes} bytes, expected at most {len(view) - 4}")
+    described, meta = _header(bytes(view[4 : 4 + header_bytes]))
+    arrays: dict[str, np.ndarray] = {}
+    position = _arrays_start(header_bytes)
+    for name, dtype, shape in described:
+        count = _count(name, shape)
+        size = count * dtype.itemsize
+        if size > len(view) - position:
+            raise BadMessage(f"array {name}: shape {shape} needs {size} bytes, {len(view) - position} are left")
+        array = np.frombuffer(view, dtype=np.uint8 if dtype == np.bool_ else dtype, count=count, offset=position)
+        if dtype == np.bool_:
+            array = array != 0
+        arrays[name] = array.reshape(shape)
+        arrays[name].flags.writeable = False
+        position += size + (-size % ALIGNMENT)
+    if position != len(view):
+        raise BadMessage(f"packet of {len(view)} bytes, expected {position} from its header")
+    return arrays, meta
+
+
+def _arrays_start(header_bytes: int) -> int:
+    return 4 + header_bytes + (-(4 + header_bytes) % ALIGNMENT)
+
+
+def _header(raw: bytes) -> tuple[list[tuple[str, np.dtype[Any], tuple[int, ...]]], dict[str, Any]]:
+    try:
+        described, meta = msgpack.unpackb(raw, strict_map_key=True, max_ext_len=0)
+        if len(described) > MAX_ARRAYS or not isinstance(meta, dict):
+            raise BadMessage(f"packet header with {len(described)} arrays, expected at most {MAX_ARRAYS}")
+        parsed = [(name, DTYPES[kind], tuple(shape)) for name, kind, shape in described]
+    except BadMessage:
+        raise
+    except (ValueError, TypeError, KeyError, RecursionError, msgpack.UnpackException) as exc:
+        raise BadMessage(
+            f"packet header does not decode ({type(exc).__name__}), expected [[name, dtype, shape]…]"
+        ) from exc
+    for name, _, shape in parsed:
+        if not isinstance(name, str) or len(shape) > MAX_DIMENSIONS:
+            raise BadMessage(f"array {name!r} has {len(shape)} dimensions, expected at most {MAX_DIMENSIONS}")
+    return parsed, meta
+
+
+def _count(name: str, shape: tuple[Any, ...]) -> int:
+    count = 1
+    for size in shape:
+        if type(size) is not int or size < 0:
+            raise BadMessage(f"array {name}: shape {shape!r}, expected natural numbers")
+        count *= size
+        if count > MAX_PACKET_BYTES:
+            raise BadMessage(f"array {name}: {shape!r} is absurdly large, expected at most {MAX_PACKET_BYTES} elements")
+    return count
+
+
+def seal(schema: int, fields: Mapping[str, Value]) -> dict[bytes, bytes]:
+    """Entry fields as bytes, with `schema` and an xxh64 `digest` over all other fields and the schema."""
+    raw = {name.encode(): _value(value) for name, value in fields.items()}
+    raw[b"schema"] = str(schema).encode()
+    raw[b"digest"] = _digest(raw)
+    return raw
+
+
+def unseal(schema: int, raw: Mapping[bytes, bytes]) -> Fields:
+    """Check schema and digest, and give a typed view. Raises BadMessage."""
+    if not raw:
+        raise BadMessage("entry has no fields; it was probably trimmed")
+    if raw.get(b"schema") != str(schema).encode():
+        raise BadMessage(
+            f"entry has schema {_short(raw.get(b'schema'))}, expected {schema}; all workers need one release"
+        )
+    unsigned = {name: value for name, value in raw.items() if name != b"digest"}
+    if raw.get(b"digest") != _digest(unsigned):
+        raise BadMessage("entry's digest does not match its fields; it was damaged or not written by vla-stream")
+    return Fields(raw)
+
+
+class Fields:
+    """Typed access to the raw fields of one entry; each accessor raises BadMessage naming the field."""
+
+    def __init__(self, raw: Mapping[bytes, bytes]) -> None:
+        self._raw = raw
+
+    def has(self, name: str) -> bool:
+        return name.encode() in self._raw
+
+    def data(self, name: str) -> bytes:
+        try:
+            return self._raw[name.encode()]
+        except KeyError as exc:
+            raise BadMessage(f"entry lacks the field {name}") from exc
+
+    def text(self, name: str, max_bytes: int = 4096) -> str:
+        raw = self.data(name)
+        if len(raw) > max_bytes:
+            raise BadMessage(f"field {name} has {len(raw)} bytes, expected at most {max_bytes}")
+        try:
+            return raw.decode()
+        except UnicodeDecodeError as exc:
+            raise BadMessage(f"field {name} is {_short(raw)}, expected UTF-8") from exc
+
+    def integer(self, name: str, low: int = 0, high: int = 2**53) -> int:
+        try:
+            value = int(self.text(name, 24))
+        except ValueError as exc:
+            raise BadMessage(f"field {name} is {_short(self.data(name))}, expected an integer") from exc
+        if not low <= value <= high:
+            raise BadMessage(f"field {name} is {value}, expected {low} to {high}")
+        return value
+
+    def number(self, name: str) -> float:
+        try:
+            return float(self.text(name, 40))
+        except ValueError as exc:
+            raise BadMessage(f"field {name} is {_short(self.data(name))}, expected a number") from exc
+
+
+def digest_of(data: bytes | memoryview) -> str:
+    """xxh64 of a payload, as it stands in references and manifests."""
+    return xxhash.xxh64_hexdigest(data)
+
+
+def _digest(raw: Mapping[bytes, bytes]) -> bytes:
+    state = xxhash.xxh64()
+    for name in sorted(raw):
+        value = raw[name]
+        state.update(b"%d:%s=%d:" % (len(name), name, len(value)))
+        state.update(value)
+    return state.hexdigest().encode()
+
+
+def _value(value: Value) -> bytes:
+    return value if isinstance(value, bytes) else (value if isinstance(value, str) else repr(value)).encode()
+
+
+def _short(raw: bytes | None) -> str:
+    return "missing" if raw is None else repr(raw[:40])

@@ -1,0 +1,211 @@
+"""Ways for observation bytes: written once by the simulator, read by a generator and the trainer.
+
+inline  in the entry itself; no reference.
+shm     one file per segment under /dev/shm, appended by pwrite, read by mmap. For readers on the same host.
+redis   one hash per segment, one field per write, with a TTL. For readers anywhere.
+
+Plain files, not multiprocessing's SharedMemory: on Python 3.11 its tracker deletes segments of others at exit (F29).
+A reference is `<lane>:<segment>:<place>:<bytes>:<xxh64>`; a reader trusts none of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import re
+import secrets
+import shutil
+import stat
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Protocol
+
+from vla_stream.broker.codec import MAX_PACKET_BYTES, digest_of
+from vla_stream.broker.connection import Client
+from vla_stream.errors import BadMessage, PayloadUnreachable
+
+SHM_ROOT = Path("/dev/shm")
+SEGMENT = re.compile(r"[0-9]{1,18}\.[0-9]{1,4}-[0-9a-f]{8}")
+REFERENCE = re.compile(r"(shm|redis):([^:]{1,64}):([0-9]{1,15}):([0-9]{1,12}):([0-9a-f]{16})")
+MIN_FREE_BYTES = 64 * 1024 * 1024
+
+
+class Lane(Protocol):
+    """Write side of one lane."""
+
+    name: str
+
+    def write(self, segment: str, place: int, data: bytes) -> str:
+        """Store `data` of a segment at `place` (a counter: 0, 1, …); returns its reference."""
+
+    def renew(self, segment: str) -> None:
+        """Keep the segment's bytes alive for another lifetime."""
+
+    def remove(self, segment: str) -> None:
+        """Forget all bytes of the segment. Idempotent."""
+
+
+def segment_name(ticket: int, attempt: int) -> str:
+    """`<ticket>.<attempt>-<token>`; the token keeps numbers that a flushed server gives out again apart."""
+    return f"{ticket}.{attempt}-{secrets.token_hex(4)}"
+
+
+def shm_folder(run: str, server: str) -> Path:
+    """Private folder of one run on this host; `server` (its run id or URL) tells runs of one name apart."""
+    return SHM_ROOT / f"vla-stream-{os.getuid()}-{run}-{digest_of(server.encode())[:8]}"
+
+
+class ShmLane:
+    """One file per segment. `place` is unused: the offset in the file takes its role."""
+
+    name = "shm"
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._open: dict[str, tuple[int, int]] = {}
+
+    def write(self, segment: str, place: int, data: bytes) -> str:
+        descriptor, offset = self._open.get(segment, (-1, 0))
+        if descriptor < 0:
+            descriptor = self._create(segment)
+        try:
+            written = 0
+            while written < len(data):
+                written += os.pwrite(descriptor, memoryview(data)[written:], offset + written)
+        except OSError as exc:
+            self._open[segment] = (descriptor, offset)
+            raise PayloadUnreachable(f"{self.folder}: cannot write {len(data)} bytes ({exc.strerror})") from exc
+        # Every write starts aligned, so that arrays in the mapped packet are aligned too.
+        self._open[segment] = (descriptor, offset + len(data) + (-len(data) % 16))
+        return f"shm:{segment}:{offset}:{len(data)}:{digest_of(data)}"
+
+    def renew(self, segment: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(self.folder / segment)
+
+    def remove(self, segment: str) -> None:
+        descriptor, _ = self._open.pop(segment, (-1, 0))
+        if descriptor >= 0:
+            os.close(descriptor)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.folder / segment)
+
+    def release(self, segment: str) -> None:
+        """The segment is published: stop writing, keep the file for its readers."""
+        descriptor, _ = self._open.pop(segment, (-1, 0))
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def _create(self, segment: str) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            self.folder.mkdir(mode=0o700, exist_ok=True)
+            return os.open(self.folder / segment, flags, 0o600)
+        except OSError as exc:
+            raise PayloadUnreachable(f"{self.folder}: cannot create a segment file ({exc.strerror})") from exc
+
+
+class RedisLane:
+    """One hash per segment; `key_of` gives its key (key names belong to streams/keys.py)."""
+
+    name = "redis"
+
+    def __init__(self, client: Client, key_of: Callable[[str], str], lifetime_s: float) -> None:
+        self.client, self.key_of, self.lifetime_ms = client, key_of, int(lifetime_s * 1000)
+
+    def write(self, segment: str, place: int, data: bytes) -> str:
+        with self.client.pipeline(transaction=True) as pipe:
+            pipe.hset(self.key_of(segment), str(place), data)
+            pipe.pexpire(self.key_of(segment), self.lifetime_ms)
+            pipe.execute()
+        return f"redis:{segment}:{place}:{len(data)}:{digest_of(data)}"
+
+    def renew(self, segment: str) -> None:
+        self.client.pexpire(self.key_of(segment), self.lifetime_ms)
+
+    def remove(self, segment: str) -> None:
+        self.client.unlink(self.key_of(segment))
+
+    def release(self, segment: str) -> None:
+        """The segment is published: from now on its trainer renews it."""
+        self.renew(segment)
+
+
+class PayloadReader:
+    """Reads references of every lane."""
+
+    def __init__(self, client: Client, key_of: Callable[[str], str], folder: Path) -> None:
+        self.client, self.key_of, self.folder = client, key_of, folder
+
+    def read(self, reference: str) -> bytes | memoryview:
+        """The referenced bytes. Raises PayloadUnreachable (not here) or BadMessage (not what was written)."""
+        lane, segment, place, size, digest = parse_reference(reference)
+        data = self._shm(segment, place, size) if lane == "shm" else self._redis(segment, place)
+        if len(data) != size or digest_of(data) != digest:
+            raise BadMessage(f"payload {reference} holds {len(data)} other bytes than were referenced")
+        return data
+
+    def remove(self, reference: str) -> None:
+        """Forget the segment that this reference belongs to. Idempotent."""
+        lane, segment, *_ = parse_reference(reference)
+        if lane == "shm":
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.folder / segment)
+        else:
+            self.client.unlink(self.key_of(segment))
+
+    def _shm(self, segment: str, offset: int, size: int) -> memoryview:
+        try:
+            descriptor = os.open(self.folder / segment, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as exc:
+            raise PayloadUnreachable(f"{self.folder / segment}: cannot be opened here ({exc.strerror})") from exc
+        try:
+            end = offset + size
+            if os.fstat(descriptor).st_size < end:
+                raise BadMessage(f"{segment}: file is shorter than the referenced {end} bytes")
+            return memoryview(mmap.mmap(descriptor, end, prot=mmap.PROT_READ))[offset:end] if size else memoryview(b"")
+        finally:
+            os.close(descriptor)
+
+    def _redis(self, segment: str, place: int) -> bytes:
+        data = self.client.hget(self.key_of(segment), str(place))
+        if data is None:
+            raise PayloadUnreachable(
+                f"{self.key_of(segment)}: field {place} is gone (expired, or its segment was removed)"
+            )
+        return bytes(data)
+
+
+def parse_reference(reference: str) -> tuple[str, str, int, int, str]:
+    """(lane, segment, place, bytes, digest). Raises BadMessage."""
+    match = REFERENCE.fullmatch(reference)
+    if match is None or SEGMENT.fullmatch(match[2]) is None or int(match[4]) > MAX_PACKET_BYTES:
+        raise BadMessage(f"reference {reference[:80]!r}, expected <lane>:<segment>:<place>:<bytes>:<xxh64>")
+    return match[1], match[2], int(match[3]), int(match[4]), match[5]
+
+
+def shm_usable(need_bytes: int) -> str | None:
+    """None when /dev/shm can hold `need_bytes`, else the reason why not."""
+    if not SHM_ROOT.is_dir() or not stat.S_ISDIR(SHM_ROOT.stat().st_mode) or not os.access(SHM_ROOT, os.W_OK):
+        return f"{SHM_ROOT} is not a writable folder"
+    free = shutil.disk_usage(SHM_ROOT).free
+    if free < need_bytes + MIN_FREE_BYTES:
+        return f"{SHM_ROOT} has {free >> 20} MiB free, this run may need {(need_bytes + MIN_FREE_BYTES) >> 20} MiB"
+    return None
+
+
+def sweep(folder: Path, live: Collection[str], older_than_s: float) -> int:
+    """Remove files that belong to no live `<ticket>.<attempt>` and are old. Returns how many."""
+    removed = 0
+    try:
+        entries = list(os.scandir(folder))
+    except FileNotFoundError:
+        return 0
+    for entry in entries:
+        with contextlib.suppress(FileNotFoundError):
+            if entry.name.partition("-")[0] not in live and time.time() - entry.stat().st_mtime > older_than_s:
+                os.unlink(entry.path)
+                removed += 1
+    return removed

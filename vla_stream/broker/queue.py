@@ -1,0 +1,138 @@
+"""A work queue on one stream: at-least-once delivery to a consumer group, with leases.
+
+Written once, used for obs-requests and trajectories alike. Entries are acknowledged and deleted in one transaction,
+since an acknowledgement alone frees nothing (F20). There is no MAXLEN here: trimming destroys unread work (F21).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vla_stream.broker.connection import Client, ResponseError
+from vla_stream.broker.scripts import RENEW, SWEEP_CONSUMER, Scripts
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One delivered entry. id: `<ms>-<n>` of the server's clock. deliveries: 1 for the first; 0 when not known."""
+
+    id: str
+    fields: Mapping[bytes, bytes]
+    deliveries: int = 1
+
+    @property
+    def born_ms(self) -> int:
+        """Server time at which the entry was added."""
+        return int(self.id.partition("-")[0])
+
+
+class WorkQueue:
+    """One consumer's view of a stream and its group.
+
+    Nothing here retries: errors of the connection go to the caller, who calls `recover()` once it is back.
+    """
+
+    def __init__(
+        self, client: Client, scripts: Scripts, stream: str, group: str, consumer: str, lease_s: float
+    ) -> None:
+        self.client, self.scripts = client, scripts
+        self.stream, self.group, self.consumer = stream, group, consumer
+        self.lease_ms = int(lease_s * 1000)
+        self._take_over_cursor = "0-0"
+
+    def ensure_group(self) -> None:
+        """Create the group, and the stream with it, from the first entry on (F10)."""
+        try:
+            self.client.xgroup_create(self.stream, self.group, id="0", mkstream=True)
+        except ResponseError as exc:
+            if "BUSYGROUP" not in str(exc):
+                raise
+
+    def recover(self) -> list[Entry]:
+        """At start and after every reconnect: the group, and what a lost reply left in our own pending list (F03)."""
+        self.ensure_group()
+        reply = self.client.xreadgroup(self.group, self.consumer, {self.stream: "0"})
+        return self._with_deliveries(_entries(reply))
+
+    def read(self, count: int, block_ms: int | None = None) -> list[Entry]:
+        """Up to `count` new entries. block_ms None: do not wait. Creates the group when a flush removed it."""
+        try:
+            reply = self.client.xreadgroup(self.group, self.consumer, {self.stream: ">"}, count=count, block=block_ms)
+        except ResponseError as exc:
+            # A flush while blocked says UNBLOCKED, one before says NOGROUP (F10, F11).
+            if not str(exc).startswith(("NOGROUP", "UNBLOCKED")):
+                raise
+            self.ensure_group()
+            return []
+        return _entries(reply)
+
+    def read_balanced(self, count: int, block_ms: int) -> list[Entry]:
+        """Block for one entry, then take what is there: else one blocked reader gets the lion's share (F30)."""
+        first = self.read(1, block_ms)
+        return first + self.read(count - 1) if first and count > 1 else first
+
+    def take_over(self, count: int) -> list[Entry]:
+        """Entries whose owner let their lease pass; they are ours now. Continues from its own cursor (F18)."""
+        try:
+            reply = self.client.xautoclaim(
+                self.stream, self.group, self.consumer, self.lease_ms, start_id=self._take_over_cursor, count=count
+            )
+        except ResponseError as exc:
+            if not str(exc).startswith("NOGROUP"):
+                raise
+            self.ensure_group()
+            return []
+        self._take_over_cursor = reply[0].decode()
+        return self._with_deliveries([_entry(item) for item in reply[1] if item[0] is not None])
+
+    def renew(self, ids: Sequence[str]) -> int:
+        """Renew the lease of those entries that are still ours (F14); returns how many are."""
+        return int(self.scripts.call(RENEW, [self.stream], [self.group, self.consumer, *ids])) if ids else 0
+
+    def done(self, ids: Sequence[str]) -> None:
+        """Acknowledge and delete. Call it after the result is published: a crash in between redelivers."""
+        if ids:
+            with self.client.pipeline(transaction=True) as pipe:
+                self.queue_done(pipe, ids)
+                pipe.execute()
+
+    def queue_done(self, pipe: Any, ids: Sequence[str]) -> None:
+        """The commands of `done`, appended to a transaction of the caller."""
+        pipe.xack(self.stream, self.group, *ids)
+        pipe.xdel(self.stream, *ids)
+
+    def sweep_consumers(self, idle_ms: int) -> int:
+        """Delete consumers that were idle for long and hold nothing (F12, F13); returns how many."""
+        removed = 0
+        for consumer in self.client.xinfo_consumers(self.stream, self.group):
+            if consumer["idle"] > idle_ms and consumer["pending"] == 0 and consumer["name"].decode() != self.consumer:
+                arguments = [self.group, consumer["name"], idle_ms]
+                removed += int(self.scripts.call(SWEEP_CONSUMER, [self.stream], arguments))
+        return removed
+
+    def _with_deliveries(self, entries: list[Entry]) -> list[Entry]:
+        if not entries:
+            return []
+        low, high = entries[0].id, entries[-1].id
+        pending = self.client.xpending_range(
+            self.stream, self.group, min=low, max=high, count=4 * len(entries) + 16, consumername=self.consumer
+        )
+        times = {item["message_id"].decode(): int(item["times_delivered"]) for item in pending}
+        return [Entry(entry.id, entry.fields, times.get(entry.id, 0)) for entry in entries]
+
+
+def _entries(reply: Any) -> list[Entry]:
+    if not reply:
+        return []
+    items = next(iter(reply.values())) if isinstance(reply, dict) else reply[0][1]
+    if items and isinstance(items[0], list) and items[0] and isinstance(items[0][0], (tuple, list)):
+        items = items[0]  # RESP3 wraps the entries of a stream once more
+    return [_entry(item) for item in items]
+
+
+def _entry(item: Any) -> Entry:
+    # A trimmed entry that is still pending comes with nil fields (F17): shown as empty, refused by unseal().
+    identity, fields = item
+    return Entry(identity.decode(), fields or {})

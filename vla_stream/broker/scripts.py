@@ -1,0 +1,303 @@
+"""Lua scripts: the only writers of permits, tickets and books (DESIGN §5). Each runs atomically on the server.
+
+Shared words: a member is `<ticket>.<attempt>`; the zset `permits` is scored by lease expiry (ms, server time),
+`published` and `refunded` by ticket. Keys arrive in the order that each script names; they share one hash tag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vla_stream.broker.connection import Client, ResponseError
+
+MAX_ATTEMPTS = 3  # a ticket that failed this often is given up and counted
+
+_PRELUDE = f"""
+local function now_ms()
+  local t = redis.call('TIME')
+  return t[1] * 1000 + math.floor(t[2] / 1000)
+end
+-- Give a removed ticket back, once: its number is handed out again under the next attempt.
+local function refund(refunded, books, member)
+  local ticket, attempt = string.match(member, '^(%d+)%.(%d+)$')
+  if tonumber(attempt) >= {MAX_ATTEMPTS} then
+    redis.call('HINCRBY', books, 'given_up', 1)
+  else
+    redis.call('ZADD', refunded, ticket, member)
+  end
+end
+-- Permits are leases: those past their time return.
+local function expire(permits, refunded, books)
+  local gone = redis.call('ZRANGEBYSCORE', permits, '-inf', now_ms())
+  for _, member in ipairs(gone) do
+    redis.call('ZREM', permits, member)
+    redis.call('HINCRBY', books, 'expired', 1)
+    refund(refunded, books, member)
+  end
+end
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """One script: its name in error messages, and its source."""
+
+    name: str
+    body: str
+
+    @property
+    def source(self) -> str:
+        return _PRELUDE + self.body
+
+
+RENEW = Script(
+    "renew",
+    """
+-- KEYS stream | ARGV group consumer id… ; renews those still owned by the consumer, counts them.
+local owned = 0
+for i = 3, #ARGV do
+  local p = redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[i], ARGV[i], 1, ARGV[2])
+  if #p > 0 then
+    redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, ARGV[i], 'JUSTID')
+    owned = owned + 1
+  end
+end
+return owned
+""",
+)
+
+SWEEP_CONSUMER = Script(
+    "sweep_consumer",
+    """
+-- KEYS stream | ARGV group consumer idle_ms ; deletes the consumer only while it holds nothing and stays idle.
+for _, info in ipairs(redis.call('XINFO', 'CONSUMERS', KEYS[1], ARGV[1])) do
+  local c = {}
+  for i = 1, #info, 2 do c[info[i]] = info[i + 1] end
+  if c['name'] == ARGV[2] and c['pending'] == 0 and c['idle'] > tonumber(ARGV[3]) then
+    redis.call('XGROUP', 'DELCONSUMER', KEYS[1], ARGV[1], ARGV[2])
+    return 1
+  end
+end
+return 0
+""",
+)
+
+CLAIM_WORKER = Script(
+    "claim_worker",
+    """
+-- KEYS worker | ARGV token ttl_ms field value… ; takes or keeps the name; 0 when another token holds it.
+local holder = redis.call('HGET', KEYS[1], 'token')
+if holder and holder ~= ARGV[1] then return 0 end
+redis.call('HSET', KEYS[1], 'token', ARGV[1], unpack(ARGV, 3))
+redis.call('PEXPIRE', KEYS[1], ARGV[2])
+return 1
+""",
+)
+
+RELEASE_WORKER = Script(
+    "release_worker",
+    """
+-- KEYS worker | ARGV token
+if redis.call('HGET', KEYS[1], 'token') == ARGV[1] then return redis.call('DEL', KEYS[1]) end
+return 0
+""",
+)
+
+CREATE_RUN = Script(
+    "create_run",
+    """
+-- KEYS flow config | ARGV config field value… ; 0 when the run exists.
+if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
+redis.call('HSET', KEYS[1], unpack(ARGV, 2))
+redis.call('SET', KEYS[2], ARGV[1])
+return 1
+""",
+)
+
+GRANT = Script(
+    "grant",
+    """
+-- KEYS flow permits published refunded books | ARGV wanted lease_ms all_or_none
+-- Admission: outstanding = |permits| + |published| stays below (1 + eta)·B. Returns a reason, or {member, min_version}…
+local f = redis.call('HMGET', KEYS[1], 'desired', 'segments_per_update', 'max_staleness', 'version',
+                     'first_version', 'hold_until_ms')
+if not f[1] then return 'missing' end
+expire(KEYS[2], KEYS[4], KEYS[5])
+if f[1] ~= 'running' then return f[1] end
+local now = now_ms()
+if now < tonumber(f[6]) then return 'holding' end
+if tonumber(f[4]) == 0 then return 'no weights' end
+local B, eta = tonumber(f[2]), tonumber(f[3])
+local outstanding = redis.call('ZCARD', KEYS[2]) + redis.call('ZCARD', KEYS[3])
+local free = (1 + eta) * B - outstanding
+local wanted = tonumber(ARGV[1])
+if free < 1 or (ARGV[3] == '1' and free < wanted) then return 'full' end
+local out = {}
+for i = 1, math.min(free, wanted) do
+  local member
+  local old = redis.call('ZPOPMIN', KEYS[4])
+  if #old > 0 then
+    local ticket, attempt = string.match(old[1], '^(%d+)%.(%d+)$')
+    member = ticket .. '.' .. (attempt + 1)
+  else
+    member = redis.call('HINCRBY', KEYS[1], 'next_ticket', 1) .. '.1'
+  end
+  local min_version = tonumber(f[4]) + math.floor(outstanding / B) - eta
+  if min_version < tonumber(f[5]) then min_version = tonumber(f[5]) end
+  redis.call('ZADD', KEYS[2], now + tonumber(ARGV[2]), member)
+  redis.call('HINCRBY', KEYS[5], 'started', 1)
+  out[#out + 1] = {member, tostring(min_version)}
+  outstanding = outstanding + 1
+end
+return out
+""",
+)
+
+RENEW_PERMITS = Script(
+    "renew_permits",
+    """
+-- KEYS permits | ARGV lease_ms member… ; returns the members that are no longer permits.
+local gone, now = {}, now_ms()
+for i = 2, #ARGV do
+  local expiry = redis.call('ZSCORE', KEYS[1], ARGV[i])
+  if expiry and tonumber(expiry) > now then
+    redis.call('ZADD', KEYS[1], now + tonumber(ARGV[1]), ARGV[i])
+  else
+    gone[#gone + 1] = ARGV[i]
+  end
+end
+return gone
+""",
+)
+
+PUBLISH = Script(
+    "publish",
+    """
+-- KEYS permits published trajectories | ARGV member field value… ; the entry is added exactly once per member.
+if redis.call('ZSCORE', KEYS[2], ARGV[1]) then return 'repeat' end
+if redis.call('ZREM', KEYS[1], ARGV[1]) == 0 then return 'expired' end
+redis.call('XADD', KEYS[3], '*', unpack(ARGV, 2))
+redis.call('ZADD', KEYS[2], string.match(ARGV[1], '^%d+'), ARGV[1])
+return 'added'
+""",
+)
+
+ABORT = Script(
+    "abort",
+    """
+-- KEYS permits refunded books | ARGV member… ; segments given up by their own simulator.
+local count = 0
+for i = 1, #ARGV do
+  if redis.call('ZREM', KEYS[1], ARGV[i]) == 1 then
+    redis.call('HINCRBY', KEYS[3], 'aborted', 1)
+    refund(KEYS[2], KEYS[3], ARGV[i])
+    count = count + 1
+  end
+end
+return count
+""",
+)
+
+REFUSE = Script(
+    "refuse",
+    """
+-- KEYS published refunded books trajectories | ARGV group counter entry member
+-- A published segment that will not be trained: counted under `counter` (refused, poisoned), its ticket given back.
+redis.call('XACK', KEYS[4], ARGV[1], ARGV[3])
+redis.call('XDEL', KEYS[4], ARGV[3])
+if redis.call('ZREM', KEYS[1], ARGV[4]) == 0 then return 0 end
+redis.call('HINCRBY', KEYS[3], ARGV[2], 1)
+refund(KEYS[2], KEYS[3], ARGV[4])
+return 1
+""",
+)
+
+COMMIT = Script(
+    "commit",
+    """
+-- KEYS flow published books trajectories weights
+-- ARGV epoch expected_update version counter group weights_kept n (entry member)×n field value…
+-- One update: weights entry, new update and version, segments acknowledged, deleted and un-published.
+local f = redis.call('HMGET', KEYS[1], 'epoch', 'update', 'version')
+if f[1] ~= ARGV[1] then return 'fenced' end
+if tonumber(f[2]) == ARGV[2] + 1 and f[3] == ARGV[3] then return 'repeat' end
+if f[2] ~= ARGV[2] then return 'fenced' end
+local n = tonumber(ARGV[7])
+for i = 8, 7 + 2 * n, 2 do
+  redis.call('XACK', KEYS[4], ARGV[5], ARGV[i])
+  redis.call('XDEL', KEYS[4], ARGV[i])
+  redis.call('HINCRBY', KEYS[3], ARGV[4], redis.call('ZREM', KEYS[2], ARGV[i + 1]))
+end
+redis.call('HSET', KEYS[1], 'update', ARGV[2] + 1, 'version', ARGV[3])
+redis.call('XADD', KEYS[5], 'MAXLEN', ARGV[6], '*', unpack(ARGV, 8 + 2 * n))
+return 'committed'
+""",
+)
+
+RESUME = Script(
+    "resume",
+    """
+-- KEYS flow books weights | ARGV expected_epoch update version weights_kept trained skipped field value…
+-- A trainer starts: its epoch fences off older ones; what the lost lineage had trained is rolled back.
+local f = redis.call('HMGET', KEYS[1], 'epoch', 'version')
+if not f[1] then return 'missing' end
+if f[1] ~= ARGV[1] then return 'fenced' end
+for i, counter in ipairs({'trained', 'skipped'}) do
+  local lost = (tonumber(redis.call('HGET', KEYS[2], counter)) or 0) - tonumber(ARGV[4 + i])
+  if lost ~= 0 then
+    redis.call('HINCRBY', KEYS[2], counter, -lost)
+    redis.call('HINCRBY', KEYS[2], 'rolled_back', lost)
+  end
+end
+redis.call('HSET', KEYS[1], 'epoch', f[1] + 1, 'update', ARGV[2], 'version', ARGV[3], 'first_version', ARGV[3])
+redis.call('XADD', KEYS[3], 'MAXLEN', ARGV[4], '*', unpack(ARGV, 7))
+return 'resumed'
+""",
+)
+
+READY_IN_ORDER = Script(
+    "ready_in_order",
+    """
+-- KEYS permits published refunded books | ARGV count
+-- The lowest published members, when no lower ticket is still running or waits to be given out again.
+expire(KEYS[1], KEYS[3], KEYS[4])
+local low = redis.call('ZRANGE', KEYS[2], 0, ARGV[1] - 1, 'WITHSCORES')
+if #low < 2 * ARGV[1] then return {} end
+local highest = tonumber(low[#low])
+local again = redis.call('ZRANGE', KEYS[3], 0, 0, 'WITHSCORES')
+if #again > 0 and tonumber(again[2]) < highest then return {} end
+local members = {}
+for i = 1, #low, 2 do members[#members + 1] = low[i] end
+for _, member in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
+  if tonumber(string.match(member, '^%d+')) < highest then return {} end
+end
+return members
+""",
+)
+
+
+class Scripts:
+    """Runs scripts by their SHA, and loads one again when the server forgot it."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        self._shas: dict[str, str] = {}
+
+    def call(self, script: Script, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
+        """The script's answer. Errors of the server and the connection go to the caller."""
+        sha = self._shas.get(script.name)
+        if sha is None:
+            sha = self._load(script)
+        try:
+            return self.client.evalsha(sha, len(keys), *keys, *arguments)
+        except ResponseError as exc:
+            if not str(exc).startswith("NOSCRIPT") and "NoScript" not in type(exc).__name__:
+                raise
+            return self.client.evalsha(self._load(script), len(keys), *keys, *arguments)
+
+    def _load(self, script: Script) -> str:
+        loaded = self.client.script_load(script.source)
+        self._shas[script.name] = loaded.decode() if isinstance(loaded, bytes) else str(loaded)
+        return self._shas[script.name]

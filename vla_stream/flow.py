@@ -1,0 +1,235 @@
+"""Flow control: the life of a run, its tickets and permits, and its books (DESIGN §5).
+
+Every change is one atomic script (broker/scripts.py); this module gives them names and types. All calls may raise what
+broker/connection.py lists as UNREACHABLE.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from vla_stream.broker import scripts
+from vla_stream.broker.connection import Client
+from vla_stream.broker.scripts import Script, Scripts
+from vla_stream.config import Config
+from vla_stream.errors import BadMessage, Expired, InputError
+from vla_stream.streams.keys import TRAINERS, Keys
+from vla_stream.streams.trajectories import parse_member
+from vla_stream.streams.weights import ENTRIES_KEPT
+
+Desired = Literal["running", "paused", "draining", "stopped"]
+DESIRED: tuple[Desired, ...] = ("running", "paused", "draining", "stopped")
+CONTROL_KEPT = 1000
+# What can become of a segment that was started; together with those in flight they balance `started`.
+OUTCOMES = ("trained", "skipped", "aborted", "expired", "refused", "poisoned", "rolled_back", "lost_with_server")
+
+
+@dataclass(frozen=True, slots=True)
+class Permit:
+    """Leave to make one segment. Weights older than min_version must not act in it."""
+
+    ticket: int
+    attempt: int
+    min_version: int
+
+    @property
+    def member(self) -> str:
+        return f"{self.ticket}.{self.attempt}"
+
+
+@dataclass(frozen=True, slots=True)
+class FlowState:
+    """The `flow` hash. update: commits of this lineage; version: of the newest weights; generation: one server life."""
+
+    desired: Desired
+    update: int
+    version: int
+    first_version: int
+    epoch: int
+    generation: str
+    next_ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Books:
+    """What became of every segment started. `balance` is 0 unless something was lost uncounted."""
+
+    started: int
+    in_flight: int
+    outcomes: Mapping[str, int]
+    given_up: int
+
+    @property
+    def balance(self) -> int:
+        return self.started - self.in_flight - sum(self.outcomes.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Consumed:
+    """One segment that an update consumed: its stream entry and its `<ticket>.<attempt>`."""
+
+    entry: str
+    member: str
+
+
+class Flow:
+    """One process's view of a run's flow control."""
+
+    def __init__(self, client: Client, keys: Keys) -> None:
+        self.client, self.keys = client, keys
+        self.scripts = Scripts(client)
+
+    # ---- the run
+
+    def create(self, config: Config) -> bool:
+        """Start the run's flow; False when a run of this name exists on this server."""
+        state = {
+            "desired": "running",
+            "segments_per_update": config.trainer.segments_per_update,
+            "max_staleness": config.flow.max_staleness,
+            "update": 0,
+            "version": 0,
+            "first_version": 0,
+            "epoch": 0,
+            "next_ticket": 0,
+            "hold_until_ms": 0,
+            "target_updates": config.updates,
+            "generation": secrets.token_hex(8),
+        }
+        flat = [item for pair in state.items() for item in pair]
+        return (
+            self._call(scripts.CREATE_RUN, [self.keys.flow, self.keys.config], [config.model_dump_json(), *flat]) == 1
+        )
+
+    def state(self) -> FlowState | None:
+        """None when there is no such run on this server (not yet, or flushed)."""
+        raw = {name.decode(): value.decode() for name, value in self.client.hgetall(self.keys.flow).items()}
+        desired = raw.get("desired")
+        if desired is None:
+            return None
+        if desired not in DESIRED:
+            raise BadMessage(f"{self.keys.flow}: desired is {desired!r}, expected one of {', '.join(DESIRED)}")
+        numbers = {n: int(raw.get(n, 0)) for n in ("update", "version", "first_version", "epoch", "next_ticket")}
+        return FlowState(desired=desired, generation=raw.get("generation", ""), **numbers)
+
+    def config_json(self) -> str:
+        """The run's resolved config. Raises InputError when there is no such run."""
+        raw = self.client.get(self.keys.config)
+        if raw is None:
+            raise InputError(
+                f"run {self.keys.run}: not on this server; give the name and URL that `vla-stream run` prints"
+            )
+        return bytes(raw).decode()
+
+    def set_desired(self, desired: Desired, by: str) -> None:
+        """Change the desired state, and announce it: a value, so that late joiners see it too (F55)."""
+        with self.client.pipeline(transaction=True) as pipe:
+            pipe.hset(self.keys.flow, "desired", desired)
+            pipe.xadd(self.keys.control, {"desired": desired, "by": by}, maxlen=CONTROL_KEPT, approximate=True)
+            pipe.execute()
+
+    # ---- simulators
+
+    def grant(self, wanted: int, lease_s: float, *, all_or_none: bool = False) -> list[Permit] | str:
+        """Up to `wanted` permits, or the word why there is none: paused, draining, stopped, holding, no weights, full,
+        missing (no such run)."""
+        keys = [self.keys.flow, self.keys.permits, self.keys.published, self.keys.refunded, self.keys.books]
+        reply = self._call(scripts.GRANT, keys, [wanted, int(lease_s * 1000), int(all_or_none)])
+        if isinstance(reply, bytes):
+            return reply.decode()
+        return [Permit(*parse_member(member.decode()), int(low)) for member, low in reply]
+
+    def renew(self, members: Sequence[str], lease_s: float) -> list[str]:
+        """Renew permits; returns those that are gone: their segments must be dropped."""
+        if not members:
+            return []
+        gone = self._call(scripts.RENEW_PERMITS, [self.keys.permits], [int(lease_s * 1000), *members])
+        return [member.decode() for member in gone]
+
+    def publish(self, member: str, fields: Mapping[bytes, bytes]) -> Literal["added", "repeat"]:
+        """Add a segment to `trajectories` exactly once, however often this is called. Raises Expired when its permit
+        is gone: only then may the segment be dropped."""
+        flat = [item for pair in fields.items() for item in pair]
+        answer = self._call(
+            scripts.PUBLISH, [self.keys.permits, self.keys.published, self.keys.trajectories], [member, *flat]
+        )
+        if answer == b"expired":
+            raise Expired(f"permit {member} is no longer held; its segment is dropped")
+        return "added" if answer == b"added" else "repeat"
+
+    def abort(self, members: Sequence[str]) -> int:
+        """Give permits back whose segments will not be made; returns how many were still held."""
+        keys = [self.keys.permits, self.keys.refunded, self.keys.books]
+        return int(self._call(scripts.ABORT, keys, list(members))) if members else 0
+
+    # ---- trainer
+
+    def refuse(self, consumed: Consumed, counter: Literal["refused", "poisoned"]) -> bool:
+        """A published segment is not trained: remove it, count it, give its ticket out again. False: done before."""
+        keys = [self.keys.published, self.keys.refunded, self.keys.books, self.keys.trajectories]
+        return self._call(scripts.REFUSE, keys, [TRAINERS, counter, consumed.entry, consumed.member]) == 1
+
+    def ready_in_order(self, count: int) -> list[str]:
+        """The `count` lowest published members, once no lower ticket can still come; else an empty list."""
+        keys = [self.keys.permits, self.keys.published, self.keys.refunded, self.keys.books]
+        return [member.decode() for member in self._call(scripts.READY_IN_ORDER, keys, [count])]
+
+    def commit(
+        self,
+        epoch: int,
+        expected_update: int,
+        version: int,
+        consumed: Sequence[Consumed],
+        manifest: Mapping[bytes, bytes],
+        *,
+        skipped: bool,
+    ) -> Literal["committed", "repeat"]:
+        """One update becomes real. Raises Expired when a newer trainer took over."""
+        keys = [self.keys.flow, self.keys.published, self.keys.books, self.keys.trajectories, self.keys.weights]
+        pairs = [item for c in consumed for item in (c.entry, c.member)]
+        counter = "skipped" if skipped else "trained"
+        fixed = [epoch, expected_update, version, counter, TRAINERS, ENTRIES_KEPT, len(consumed)]
+        flat = [item for pair in manifest.items() for item in pair]
+        answer = self._call(scripts.COMMIT, keys, [*fixed, *pairs, *flat])
+        if answer == b"fenced":
+            raise Expired(
+                f"trainer of epoch {epoch} was replaced by a newer one; its update {expected_update + 1} is void"
+            )
+        return "committed" if answer == b"committed" else "repeat"
+
+    def resume(
+        self, epoch: int, update: int, version: int, trained: int, skipped: int, manifest: Mapping[bytes, bytes]
+    ) -> None:
+        """A trainer takes over at `update` with weights `version`, as epoch + 1. `trained` and `skipped` are the
+        checkpoint's counters: what was trained beyond them is rolled back. Raises Expired."""
+        keys = [self.keys.flow, self.keys.books, self.keys.weights]
+        flat = [item for pair in manifest.items() for item in pair]
+        answer = self._call(scripts.RESUME, keys, [epoch, update, version, ENTRIES_KEPT, trained, skipped, *flat])
+        if answer != b"resumed":
+            raise Expired(f"run {self.keys.run}: another trainer took over while this one started")
+
+    # ---- people
+
+    def books(self) -> Books:
+        """All counters, and what is in flight, read in one transaction."""
+        with self.client.pipeline(transaction=True) as pipe:
+            pipe.hgetall(self.keys.books)
+            pipe.zcard(self.keys.permits)
+            pipe.zcard(self.keys.published)
+            raw, permits, published = pipe.execute()
+        counters = {name.decode(): int(value) for name, value in raw.items()}
+        outcomes = {name: counters.get(name, 0) for name in OUTCOMES}
+        return Books(counters.get("started", 0), permits + published, outcomes, counters.get("given_up", 0))
+
+    def live_members(self) -> set[str]:
+        """`<ticket>.<attempt>` of all segments in the making or waiting for their update."""
+        with self.client.pipeline(transaction=True) as pipe:
+            pipe.zrange(self.keys.permits, 0, -1)
+            pipe.zrange(self.keys.published, 0, -1)
+            return {member.decode() for part in pipe.execute() for member in part}
+
+    def _call(self, script: Script, keys: Sequence[str], arguments: Sequence[object]) -> object:
+        return self.scripts.call(script, keys, arguments)
