@@ -228,9 +228,8 @@ class Learner:
         entropy = losses.masked_sum(losses.to_elements(evaluation.entropy, executed, granularity), mask)
         loss = algorithm.value_coefficient * value.total / value.elements
         if not warming_up:
-            loss = (
-                loss + policy.total / policy.elements - algorithm.entropy_coefficient * entropy.total / entropy.elements
-            )
+            loss = loss + policy.total / policy.elements
+            loss = loss - algorithm.entropy_coefficient * entropy.total / entropy.elements
         with torch.no_grad():
             moved = torch.where(mask, logprobs - proximal, 0.0)
             drifted = torch.where(mask, logprobs - behaviour, 0.0)

@@ -1,0 +1,157 @@
+"""Checkpoints: whole or not at all, whatever happens while they are written."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from vla_stream.errors import InputError
+from vla_stream.learning import checkpoint
+
+WEIGHTS = {"net.weight": torch.arange(6.0).reshape(2, 3), "net.bias": torch.tensor([1.5], dtype=torch.bfloat16)}
+MOMENTS = {"net.weight/step": torch.tensor(4.0), "net.weight/exp_avg": torch.full((2, 3), 0.25)}
+
+
+def save(folder: Path, update: int, version: int = 0) -> Path:
+    return checkpoint.save(folder, update, version or update, WEIGHTS, MOMENTS, {"run": "demo"})
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_what_was_saved_is_loaded_with_dtypes_and_bits(tmp_path: Path) -> None:
+    path = save(tmp_path / "checkpoints", update=40, version=43)
+    assert path.name == "000040" and names(path) == ["meta.json", "optimiser.safetensors", "policy.safetensors"]
+    loaded = checkpoint.load(path)
+    assert (loaded.update, loaded.version, loaded.meta) == (40, 43, {"run": "demo"})
+    for got, expected in ((loaded.policy, WEIGHTS), (loaded.optimiser, MOMENTS)):
+        assert got.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert got[name].dtype == tensor.dtype and torch.equal(got[name], tensor)
+
+
+def test_tied_weights_are_saved_under_both_names(tmp_path: Path) -> None:
+    tied = torch.arange(4.0).reshape(2, 2)
+    path = checkpoint.save(tmp_path, 1, 1, {"embed": tied, "head": tied.T}, {}, {})
+    loaded = checkpoint.load(path).policy
+    assert torch.equal(loaded["embed"], tied) and torch.equal(loaded["head"], tied.T)
+
+
+def test_newest_takes_the_highest_update_also_past_six_digits(tmp_path: Path) -> None:
+    for update in (999_999, 20, 1_000_000):
+        save(tmp_path, update)
+    found, warnings = checkpoint.newest(tmp_path)
+    assert found is not None and found.update == 1_000_000 and not warnings
+
+
+def test_there_is_no_newest_checkpoint_before_the_first(tmp_path: Path) -> None:
+    assert checkpoint.newest(tmp_path / "never made") == (None, [])
+
+
+def test_a_write_that_a_crash_cut_short_is_invisible_and_swept_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 20)
+
+    class Crash(BaseException):
+        pass
+
+    def crash(*_: object) -> None:
+        raise Crash
+
+    # At the rename everything is written but nothing is in place. A killed process cleans up nothing.
+    monkeypatch.setattr(Path, "rename", crash)
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
+    with pytest.raises(Crash):
+        save(tmp_path, 40)
+    monkeypatch.undo()
+    assert len(names(tmp_path)) == 2
+    found, warnings = checkpoint.newest(tmp_path)
+    assert found is not None and found.update == 20 and not warnings
+    checkpoint.prune(tmp_path, keep=3)
+    assert names(tmp_path) == ["000020"]
+
+
+def test_files_and_folders_are_durable_before_and_after_the_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    real_fsync, real_rename = os.fsync, Path.rename
+
+    def fsync(descriptor: int) -> None:
+        calls.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name.split("-")[0])
+        real_fsync(descriptor)
+
+    def rename(self: Path, target: Path) -> Path:
+        calls.append("rename")
+        return real_rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "rename", rename)
+    save(tmp_path / "checkpoints", 1)
+    written = ["policy.safetensors", "optimiser.safetensors", "meta.json", ".unfinished"]
+    assert calls == [*written, "rename", "checkpoints"]
+
+
+@pytest.mark.parametrize("name", ["policy.safetensors", "optimiser.safetensors", "meta.json"])
+@pytest.mark.parametrize("damage", ["missing", "cut short", "one byte changed"])
+def test_a_damaged_newest_checkpoint_is_skipped_with_a_warning(tmp_path: Path, name: str, damage: str) -> None:
+    save(tmp_path, 20)
+    file = save(tmp_path, 40) / name
+    data = file.read_bytes()
+    if damage == "missing":
+        file.unlink()
+    elif damage == "cut short":
+        file.write_bytes(data[: len(data) // 2])
+    else:
+        # The last byte of a tensor is a valid number too: only the digest can tell. In meta.json it is the brace.
+        file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    found, warnings = checkpoint.newest(tmp_path)
+    assert found is not None and found.update == 20
+    assert len(warnings) == 1 and str(file) in warnings[0] and "expected" in warnings[0]
+
+
+def test_a_checkpoint_of_another_format_is_refused_by_name(tmp_path: Path) -> None:
+    path = save(tmp_path, 20)
+    about = json.loads((path / "meta.json").read_text())
+    (path / "meta.json").write_text(json.dumps(about | {"format": 99}))
+    with pytest.raises(InputError, match=r"000020: checkpoint format 99, expected 1"):
+        checkpoint.load(path)
+
+
+def test_a_missing_checkpoint_is_an_input_error_that_names_the_path(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"000020: no such folder, expected a checkpoint"):
+        checkpoint.load(tmp_path / "000020")
+
+
+def test_saving_an_update_again_replaces_it_and_leaves_nothing_else(tmp_path: Path) -> None:
+    save(tmp_path, 20, version=20)
+    save(tmp_path, 20, version=31)
+    assert names(tmp_path) == ["000020"]
+    assert checkpoint.load(tmp_path / "000020").version == 31
+
+
+def test_a_full_disk_raises_oserror_and_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
+    save(tmp_path, 20)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
+    try:
+        with pytest.raises(OSError, match=r"cannot be written"):
+            save(tmp_path, 40)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert names(tmp_path) == ["000020"]
+
+
+def test_prune_keeps_the_newest_and_the_protected(tmp_path: Path) -> None:
+    for update in (20, 40, 60, 80, 100):
+        save(tmp_path, update)
+    checkpoint.prune(tmp_path, keep=2, protected={"000040"})
+    assert names(tmp_path) == ["000040", "000080", "000100"]

@@ -1,0 +1,170 @@
+"""Checkpoints on disk: `<folder>/<update:06d>/` with policy.safetensors, optimiser.safetensors and meta.json.
+
+A checkpoint appears whole or not at all: it is written to a temporary folder beside its place, made durable, then
+renamed. One process writes to a folder; any number may read it.
+
+meta.json, for example:
+    {"format": 1, "update": 40, "version": 43, "digests": {"policy.safetensors": "8f1c…", …}, "meta": {"run": "demo"}}
+`digests` are xxh64 over each file's bytes; `meta` is what the caller gave.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from vla_stream.errors import InputError
+
+FORMAT = 1
+POLICY, OPTIMISER, META = "policy.safetensors", "optimiser.safetensors", "meta.json"
+_UNFINISHED = ".unfinished-"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A complete checkpoint in memory, all tensors on the host."""
+
+    path: Path
+    update: int
+    version: int
+    policy: Mapping[str, Tensor]
+    optimiser: Mapping[str, Tensor]
+    meta: Mapping[str, Any]
+
+
+def save(
+    folder: Path,
+    update: int,
+    version: int,
+    policy_state: Mapping[str, Tensor],
+    optimiser_state: Mapping[str, Tensor],
+    meta: Mapping[str, Any],
+) -> Path:
+    """Write a checkpoint durably and return its folder; one of the same update is replaced. `meta` must fit JSON.
+
+    Raises OSError if the disk does not take it (the folder then holds what it held before).
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    place = folder / f"{update:06d}"
+    unfinished = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=folder))
+    try:
+        for name, state in ((POLICY, policy_state), (OPTIMISER, optimiser_state)):
+            _write(unfinished / name, state)
+        digests = {name: _digest(unfinished / name) for name in (POLICY, OPTIMISER)}
+        about = {"format": FORMAT, "update": update, "version": version, "digests": digests, "meta": dict(meta)}
+        (unfinished / META).write_text(json.dumps(about, indent=1, sort_keys=True), encoding="utf-8")
+        for path in (unfinished / POLICY, unfinished / OPTIMISER, unfinished / META, unfinished):
+            _make_durable(path)
+        # mkdtemp makes it private; a checkpoint is as readable as any other file of the run.
+        unfinished.chmod(folder.stat().st_mode & 0o777)
+        replaced = _set_aside(place) if place.exists() else None
+        unfinished.rename(place)
+        _make_durable(folder)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    if replaced is not None:
+        shutil.rmtree(replaced)
+    return place
+
+
+def load(path: Path) -> Checkpoint:
+    """Read a checkpoint. Raises InputError if it is missing, incomplete, damaged, or of another format."""
+    if not path.is_dir():
+        raise InputError(f"{path}: no such folder, expected a checkpoint, for example runs/demo/checkpoints/000040")
+    try:
+        about = json.loads((path / META).read_text(encoding="utf-8"))
+        found, digests = about["format"], dict(about["digests"])
+        update, version, meta = int(about["update"]), int(about["version"]), dict(about["meta"])
+    except (OSError, ValueError, KeyError, TypeError) as exc:
+        raise InputError(f"{path / META}: {_reason(exc)}, expected a complete checkpoint; use an older one") from exc
+    if found != FORMAT:
+        raise InputError(f"{path}: checkpoint format {found!r}, expected {FORMAT}; use the release that wrote it")
+    states = []
+    for name in (POLICY, OPTIMISER):
+        try:
+            digest = _digest(path / name)
+            if digest != digests.get(name):
+                raise InputError(
+                    f"{path / name}: damaged, xxh64 is {digest}, expected {digests.get(name)}; use an older checkpoint"
+                )
+            states.append(load_file(path / name))
+        except (OSError, SafetensorError) as exc:
+            raise InputError(f"{path / name}: {_reason(exc)}, expected safetensors; use an older checkpoint") from exc
+    return Checkpoint(path, update, version, states[0], states[1], meta)
+
+
+def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest checkpoint of a run that is complete, and one sentence for each newer one that is not."""
+    warnings: list[str] = []
+    for path in reversed(_places(folder)):
+        try:
+            return load(path), warnings
+        except InputError as exc:
+            warnings.append(f"skipped a checkpoint: {exc}")
+    return None, warnings
+
+
+def prune(folder: Path, keep: int, protected: Collection[str] = ()) -> None:
+    """Remove all but the newest `keep` checkpoints and those named in `protected`, and what a crash left unfinished."""
+    for path in _places(folder)[:-keep]:
+        if path.name not in protected:
+            shutil.rmtree(_set_aside(path))
+    for path in folder.glob(f"{_UNFINISHED}*"):
+        shutil.rmtree(path)
+
+
+def _places(folder: Path) -> list[Path]:
+    """The folders that are named like checkpoints, oldest first."""
+    if not folder.is_dir():
+        return []
+    return sorted((path for path in folder.iterdir() if path.name.isdecimal()), key=lambda path: int(path.name))
+
+
+def _set_aside(path: Path) -> Path:
+    """Take a checkpoint's name away, so that a crash while it is being removed leaves no half one under that name."""
+    aside = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=path.parent))
+    return path.rename(aside)
+
+
+def _write(path: Path, state: Mapping[str, Tensor]) -> None:
+    # Cloned: safetensors refuses tensors that share memory, as tied weights do.
+    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
+    try:
+        save_file(tensors, path)
+    except SafetensorError as exc:
+        raise OSError(f"{path}: cannot be written ({exc})") from exc
+
+
+def _digest(path: Path) -> str:
+    digest = xxhash.xxh64()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _make_durable(path: Path) -> None:
+    """fsync of a file, or of a folder's entries."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _reason(exc: Exception) -> str:
+    if isinstance(exc, OSError):
+        return exc.strerror or "cannot be read"
+    return f"lacks {exc}" if isinstance(exc, KeyError) else f"not readable ({exc})"
