@@ -80,15 +80,17 @@ class EnvironmentBatch(Protocol):
     """B environments of one kind, stepped together. There is no autoreset: whoever steps decides when to reset.
 
     A class also has the attribute `Options` (a pydantic model with a sentence per field, importable without the
-    simulator's own packages) and is made as `Class(rows, Options(...))`.
-    `whole_batch` says that a subset cannot be stepped; `rows_per_process` bounds the rows that one process may hold
-    (None: all of them); `max_steps` is the horizon after which a row is truncated.
+    simulator's own packages) and is made as `Class(rows, max_steps, Options(...))`.
+    `rows` is B; `max_steps` is the horizon after which a row is truncated. `whole_batch` says that a subset cannot be
+    stepped; `rows_per_process` bounds the rows that one process may hold (None: all of them).
+    Observations are never written to afterwards; their images may be rendered only when they are read.
     """
 
     Options: ClassVar[type[BaseModel]]
     rows_per_process: ClassVar[int | None]
     whole_batch: ClassVar[bool]
     specification: Specification
+    rows: int
     max_steps: int
 
     def reset(self, mask: np.ndarray, seeds: np.ndarray) -> Observations:
@@ -118,5 +120,3 @@ class Grounding(Protocol):
 
     def grounding_targets(self) -> np.ndarray:
         """Image coordinates of the named object in every row, f32[B, 2], x right and y down, each in [-1, 1]."""
-
-

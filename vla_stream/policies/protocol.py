@@ -79,6 +79,14 @@ class GroundedPolicy(Protocol):
         """Mean error of the predicted image coordinates f32[B, 2] in [-1, 1] of the object that the sentence names."""
 
 
+@runtime_checkable
+class NormalisedPolicy(Protocol):
+    """Optional: a policy that normalises the state by statistics in its `state_dict()`, set once by the warm start."""
+
+    def set_state_statistics(self, mean: np.ndarray, std: np.ndarray) -> None:
+        """Mean f32[S] and standard deviation f32[S] of the demonstrations' state."""
+
+
 def row_noise(noise_keys: np.ndarray, size: int) -> np.ndarray:
     """Standard normal noise f32[B, size]; row i depends on noise_keys[i] only (Philox counter generator)."""
     noise = np.empty((len(noise_keys), size), dtype=np.float32)
