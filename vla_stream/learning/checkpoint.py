@@ -38,9 +38,9 @@ class Checkpoint:
     path: Path
     update: int
     version: int
-    policy: Mapping[str, Tensor]
-    optimiser: Mapping[str, Tensor]
-    meta: Mapping[str, Any]
+    policy: dict[str, Tensor]
+    optimiser: dict[str, Tensor]
+    meta: dict[str, Any]
 
 
 def save(
