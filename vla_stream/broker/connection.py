@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import random
 import re
+import select
 import socket
 import ssl
 import time
@@ -46,8 +47,17 @@ OLDEST_VERSION = (7, 0, 0)
 CONNECT_TIMEOUT_S = 5.0
 # A server that is alive answers within this, even while it takes in some hundred MB from others.
 REPLY_MARGIN_S = 10.0
+PROBE_TIMEOUT_S = 1.0
 CLOCK_REFRESH_S = 10.0
 CLOCK_SAMPLES = 3
+
+PROTECTED = (
+    "is in protected mode and takes no clients from other hosts; set a password there "
+    "(CONFIG SET requirepass …) and put it into the url"
+)
+FULL = "has as many clients as it takes; raise maxclients in its config (and ulimit -n), or stop some workers"
+PLAIN_PORT = "does not speak TLS there, but the url says rediss://; use redis://, or give the server's TLS port"
+TLS_PORT = "speaks TLS there, but the url says redis://; use rediss://, or give the server's plain port"
 
 
 def connect(url: str, *, name: str, block_s: float = 0.0, margin_s: float = REPLY_MARGIN_S) -> Client:
@@ -190,13 +200,14 @@ def _check_url(url: str) -> None:
             "for example redis://:password@host:6379/0"
         )
     try:
-        redis.ConnectionPool.from_url(url)
+        redis.ConnectionPool.from_url(url).make_connection()
     except (ValueError, TypeError) as exc:
         # The parser's own text is not shown: with an unescaped / or # in the password it quotes a part of it.
         raise InputError(
             f"Redis url: {_without_secrets(url)} does not parse, expected {scheme}://"
             + ("/path/to/redis.sock" if scheme == "unix" else ":password@host:port/number")
-            + "; percent-encode special characters in the password (/ is %2F, @ is %40, # is %23)"
+            + "; percent-encode special characters in the password (/ is %2F, @ is %40, # is %23), "
+            "put an IPv6 address into [], and leave out options that redis-py does not know"
         ) from exc
 
 
@@ -231,25 +242,9 @@ def _diagnosis(exc: BaseException, url: str) -> str:
     causes = list(_chain(exc))
     # str, not repr: redis-py 8's repr hides the message.
     text = " ".join(str(cause) for cause in causes)
-    secure = url.startswith("rediss:")
-    refused = _refusal(causes, text)
-    if refused is not None:
-        return refused
-    if any(isinstance(cause, ssl.SSLCertVerificationError) for cause in causes):
-        return "its TLS certificate is not trusted; add ?ssl_ca_certs=FILE with the CA that signed it to the url"
-    if any(isinstance(cause, ssl.SSLError) for cause in causes):
-        return "does not speak TLS there, but the url says rediss://; use redis://, or give the server's TLS port"
-    if not secure and any(isinstance(cause, InvalidResponse) for cause in causes):
-        return "answers, but not in Redis's protocol; if that is its TLS port use rediss://, else check the port"
-    broken = _broken_way(causes, text, url)
-    if broken is not None:
-        return broken
-    if any(isinstance(cause, redis.TimeoutError | TimeoutError) for cause in causes):
-        hint = "if the port is a plain one use redis://, else " if secure else ""
-        return f"no answer in time; {hint}see whether the server is overloaded or a firewall drops the packets"
-    if "closed" in text.lower() or any(isinstance(cause, ConnectionResetError | BrokenPipeError) for cause in causes):
-        hint = "it may want no TLS (use redis://)" if secure else "it may be a TLS port (use rediss://)"
-        return f"closed the connection at once; {hint}, or be full (CONFIG GET maxclients); see its log"
+    found = _refusal(causes, text) or _broken_way(causes, url) or _wrong_protocol(causes, text, url)
+    if found is not None:
+        return found
     shown = " ".join(str(exc).split())
     for secret in _secrets(url):
         shown = shown.replace(secret, "***")
@@ -258,10 +253,9 @@ def _diagnosis(exc: BaseException, url: str) -> str:
 
 def _refusal(causes: list[BaseException], text: str) -> str | None:
     if "protected mode" in text:
-        return (
-            "is in protected mode and takes no clients from other hosts; set a password there "
-            "(CONFIG SET requirepass …) and put it into the url"
-        )
+        return PROTECTED
+    if "max number of clients" in text:
+        return FULL
     if any(isinstance(cause, NoPermissionError) for cause in causes):
         reason = " ".join(str(causes[0]).split())
         return f"its ACL refuses this user: {reason}; grant it with ACL SETUSER (the run's keys are ~vla:*)"
@@ -271,12 +265,12 @@ def _refusal(causes: list[BaseException], text: str) -> str | None:
         return "has no password, but the url holds one; take it out of the url, or set requirepass there"
     if any(isinstance(cause, AuthenticationError) for cause in causes) or "WRONGPASS" in text:
         return "wrong user name or password; put the right ones into the url, redis://user:password@host:port/0"
-    if any(isinstance(cause, ResponseError) and "DB index" in str(cause) for cause in causes):
+    if "DB index" in text:
         return "has no database of the number at the url's end; use /0"
     return None
 
 
-def _broken_way(causes: list[BaseException], text: str, url: str) -> str | None:
+def _broken_way(causes: list[BaseException], url: str) -> str | None:
     numbers = {cause.errno for cause in causes if isinstance(cause, OSError)}
     if any(isinstance(cause, socket.gaierror) for cause in causes):
         return "its host name does not resolve; check the spelling, or give the IP address"
@@ -291,7 +285,59 @@ def _broken_way(causes: list[BaseException], text: str, url: str) -> str | None:
         return "nothing listens there; start the server (vla-stream redis start), or check host and port"
     if numbers & {errno.EHOSTUNREACH, errno.ENETUNREACH}:
         return "the host cannot be reached; check address, network and firewall"
+    if any(isinstance(cause, ssl.SSLCertVerificationError) for cause in causes):
+        return "its TLS certificate is not trusted; add ?ssl_ca_certs=FILE with the CA that signed it to the url"
     return None
+
+
+def _wrong_protocol(causes: list[BaseException], text: str, url: str) -> str | None:
+    late = any(isinstance(cause, redis.TimeoutError | TimeoutError) for cause in causes)
+    closed = "closed" in text or any(isinstance(cause, ConnectionResetError | BrokenPipeError) for cause in causes)
+    garbled = any(isinstance(cause, InvalidResponse | ssl.SSLError) for cause in causes)
+    if not (late or closed or garbled):
+        return None
+    # These three look alike for a plain client at a TLS port, the reverse, and a server that throws clients out.
+    parts = urlsplit(url)
+    host, port = parts.hostname or "localhost", parts.port or 6379
+    if parts.scheme == "rediss" and _plain_greeting(host, port).startswith(("+", "-")):
+        return PLAIN_PORT
+    if parts.scheme == "redis" and not late:
+        known = _refusal([], _plain_greeting(host, port))
+        if known is not None:
+            return known
+        if _speaks_tls(host, port):
+            return TLS_PORT
+    if garbled:
+        return "answers, but not in Redis's protocol; check the port"
+    if closed:
+        return "closed the connection at once; see its log"
+    return "no answer in time; see whether the server is overloaded or a firewall drops the packets"
+
+
+def _plain_greeting(host: str, port: int) -> str:
+    """The first line that a port says on its own or to a bare PING; empty if none."""
+    try:
+        with socket.create_connection((host, port), PROBE_TIMEOUT_S) as probe:
+            # Listen first: a server that refuses this host says so and closes, and sending would then lose its words.
+            if not select.select([probe], [], [], PROBE_TIMEOUT_S / 4)[0]:
+                probe.sendall(b"PING\r\n")
+            return probe.recv(1024).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _speaks_tls(host: str, port: int) -> bool:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE  # Nothing is sent: the question is only what the port speaks.
+    try:
+        with (
+            socket.create_connection((host, port), PROBE_TIMEOUT_S) as probe,
+            context.wrap_socket(probe, server_hostname=host),
+        ):
+            return True
+    except OSError:
+        return False
 
 
 def _info(client: Client) -> dict[str, str]:

@@ -101,7 +101,8 @@ class EmbeddedServer:
         self._log = log
         self._binary = binary
         self._private = _private_folder()
-        self._port, self._password = (_free_port(), secrets.token_hex(16)) if tcp else (0, None)
+        self._port = _free_port() if tcp else 0
+        self._password = secrets.token_hex(16) if tcp else None
         self._watcher: subprocess.Popen[bytes] | None = None
 
     @classmethod
