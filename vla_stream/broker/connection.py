@@ -287,6 +287,8 @@ def _broken_way(causes: list[BaseException], url: str) -> str | None:
         return "the host cannot be reached; check address, network and firewall"
     if any(isinstance(cause, ssl.SSLCertVerificationError) for cause in causes):
         return "its TLS certificate is not trusted; add ?ssl_ca_certs=FILE with the CA that signed it to the url"
+    if any(isinstance(cause, ssl.SSLError) and "CERTIFICATE_REQUIRED" in str(cause) for cause in causes):
+        return "asks for a client certificate; add ?ssl_certfile=FILE&ssl_keyfile=FILE to the url"
     return None
 
 
