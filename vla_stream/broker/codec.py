@@ -7,7 +7,7 @@ checked every size against the bytes that are really there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgpack
@@ -17,11 +17,11 @@ import xxhash
 from vla_stream.errors import BadMessage
 
 Value = str | bytes | int | float
-Plain = str | int | float | bool | None | Sequence["Plain"] | Mapping[str, "Plain"]
 
 MAX_PACKET_BYTES = 256 * 1024 * 1024  # half of Redis's own limit for one bulk string (F26)
 MAX_HEADER_BYTES = 1024 * 1024
 MAX_ARRAYS = 4096
+MAX_HEADER_ITEMS = 1 << 14  # in one list of the header: msgpack allocates what a list claims to hold
 MAX_DIMENSIONS = 8
 ALIGNMENT = 16  # so that a view into the packet is aligned for every dtype and for vector loads
 
@@ -29,9 +29,12 @@ DTYPES = {name: np.dtype(name) for name in ("|b1", "|u1", "|i1", "<u2", "<i2", "
 DTYPES |= {name: np.dtype(name) for name in ("<f2", "<f4", "<f8")}
 
 
-def pack(arrays: Mapping[str, np.ndarray], meta: Mapping[str, Plain] | None = None) -> bytes:
-    """One packet: 4 bytes header length, header [[name, dtype, shape]...] and meta, then the arrays, each aligned."""
-    described, chunks, position = [], [], 0
+def pack(arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any] | None = None) -> bytes:
+    """One packet: 4 bytes header length, header [[name, dtype, shape]...] and meta (plain
+    values that msgpack knows), then the arrays, each aligned."""
+    described: list[list[Any]] = []
+    chunks: list[bytes] = []
+    position = 0
     for name, array in arrays.items():
         little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
         kind = little.dtype.str if little.dtype.str in DTYPES else None
@@ -45,8 +48,8 @@ def pack(arrays: Mapping[str, np.ndarray], meta: Mapping[str, Plain] | None = No
     header = msgpack.packb([described, dict(meta or {})])
     if len(header) > MAX_HEADER_BYTES or position > MAX_PACKET_BYTES:
         raise BadMessage(f"packet of {position} bytes is too large, expected at most {MAX_PACKET_BYTES}")
-    padding = b"\0" * (_arrays_start(len(header)) - 4 - len(header))
-    return b"".join([len(header).to_bytes(4, "little"), header, padding, *chunks])
+    filler = b"\0" * (_arrays_start(len(header)) - 4 - len(header))
+    return b"".join([len(header).to_bytes(4, "little"), header, filler, *chunks])
 
 
 def unpack(packet: bytes | memoryview) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
@@ -82,7 +85,7 @@ def _arrays_start(header_bytes: int) -> int:
 
 def _header(raw: bytes) -> tuple[list[tuple[str, np.dtype[Any], tuple[int, ...]]], dict[str, Any]]:
     try:
-        described, meta = msgpack.unpackb(raw, strict_map_key=True, max_ext_len=0)
+        described, meta = msgpack.unpackb(raw, strict_map_key=True, max_ext_len=0, max_array_len=MAX_HEADER_ITEMS)
         if len(described) > MAX_ARRAYS or not isinstance(meta, dict):
             raise BadMessage(f"packet header with {len(described)} arrays, expected at most {MAX_ARRAYS}")
         parsed = [(name, DTYPES[kind], tuple(shape)) for name, kind, shape in described]
@@ -101,8 +104,9 @@ def _header(raw: bytes) -> tuple[list[tuple[str, np.dtype[Any], tuple[int, ...]]
 def _count(name: str, shape: tuple[Any, ...]) -> int:
     count = 1
     for size in shape:
-        if type(size) is not int or size < 0:
-            raise BadMessage(f"array {name}: shape {shape!r}, expected natural numbers")
+        # The bound per axis counts too: behind an axis of 0 the product says nothing.
+        if type(size) is not int or not 0 <= size <= MAX_PACKET_BYTES:
+            raise BadMessage(f"array {name}: shape {shape!r}, expected numbers from 0 to {MAX_PACKET_BYTES}")
         count *= size
         if count > MAX_PACKET_BYTES:
             raise BadMessage(f"array {name}: {shape!r} is absurdly large, expected at most {MAX_PACKET_BYTES} elements")
@@ -110,7 +114,12 @@ def _count(name: str, shape: tuple[Any, ...]) -> int:
 
 
 def seal(schema: int, fields: Mapping[str, Value]) -> dict[bytes, bytes]:
-    """Entry fields as bytes, with `schema` and an xxh64 `digest` over all other fields and the schema."""
+    """Entry fields as bytes, with `schema` and an xxh64 `digest` over all other fields and the schema.
+
+    Both names are taken: a field of the same name would vanish under them, so it raises ValueError.
+    """
+    if taken := {"schema", "digest"} & set(fields):
+        raise ValueError(f"field {min(taken)} is set by seal(); choose another name")
     raw = {name.encode(): _value(value) for name, value in fields.items()}
     raw[b"schema"] = str(schema).encode()
     raw[b"digest"] = _digest(raw)
@@ -164,12 +173,6 @@ class Fields:
             raise BadMessage(f"field {name} is {value}, expected {low} to {high}")
         return value
 
-    def number(self, name: str) -> float:
-        try:
-            return float(self.text(name, 40))
-        except ValueError as exc:
-            raise BadMessage(f"field {name} is {_short(self.data(name))}, expected a number") from exc
-
 
 def digest_of(data: bytes | memoryview) -> str:
     """xxh64 of a payload, as it stands in references and manifests."""
@@ -186,7 +189,7 @@ def _digest(raw: Mapping[bytes, bytes]) -> bytes:
 
 
 def _value(value: Value) -> bytes:
-    return value if isinstance(value, bytes) else (value if isinstance(value, str) else repr(value)).encode()
+    return value if isinstance(value, bytes) else str(value).encode()
 
 
 def _short(raw: bytes | None) -> str:

@@ -25,7 +25,7 @@ class WeightsManifest:
     version  only grows; update: commits of the lineage it belongs to; epoch: of the trainer that wrote it
     digest   xxh64 of all bytes; chunk_digests: of each chunk
 
-    Example, as redis-cli shows it: version 12 · update 11 · epoch 1 · bytes 522304 · chunks 1 · digest 9a…
+    Example, as redis-cli shows it: version 12 · update 11 · epoch 1 · bytes 522304 · chunks 1 · weights_digest 9a…
     """
 
     version: int
@@ -43,13 +43,13 @@ class WeightsManifest:
         return cls(version, update, epoch, len(data), digest_of(data), digests), chunks
 
     def to_fields(self) -> dict[bytes, bytes]:
-        fields = {
+        fields: dict[str, str | bytes | int | float] = {
             "version": self.version,
             "update": self.update,
             "epoch": self.epoch,
             "bytes": self.size_bytes,
             "chunks": len(self.chunk_digests),
-            "digest": self.digest,
+            "weights_digest": self.digest,
             "chunk_digests": ",".join(self.chunk_digests),
         }
         return seal(SCHEMA, fields)
@@ -63,7 +63,7 @@ class WeightsManifest:
         if len(digests) != -(-size // CHUNK_BYTES) or len(digests) != fields.integer("chunks"):
             raise BadMessage(f"{len(digests)} chunk digests for {size} bytes, expected {-(-size // CHUNK_BYTES)}")
         version, update, epoch = (fields.integer(name) for name in ("version", "update", "epoch"))
-        return cls(version, update, epoch, size, fields.text("digest", 16), digests)
+        return cls(version, update, epoch, size, fields.text("weights_digest", 16), digests)
 
     def assemble(self, chunk: Callable[[int], bytes | None]) -> bytes | None:
         """All bytes, or None when a chunk is gone (a newer version exists then). Raises BadMessage."""
