@@ -1,0 +1,94 @@
+"""Edge workers → people: the `worker:<id>` hashes, of which each live worker keeps its own alive.
+
+Written by workers/worker.py with the script CLAIM_WORKER; whoever wants to know who is there reads them here.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from vla_stream.broker.connection import Client
+from vla_stream.streams.keys import Keys
+
+
+@dataclass(frozen=True, slots=True)
+class Presence:
+    """One worker that is, or was a moment ago, alive.
+
+    state: starting, working, draining …; progress: a counter that its main loop raises; version: of its weights.
+
+    Example, as redis-cli shows it: role simulator · host node7 · pid 4711 · device … · version 12 · state working ·
+    progress 380 · started_ms 1764450000000 · token …
+    """
+
+    id: str
+    role: str
+    host: str
+    pid: int
+    device: str
+    version: int
+    state: str
+    progress: int
+    started_ms: int
+
+    @classmethod
+    def from_hash(cls, worker_id: str, raw: Mapping[bytes, bytes]) -> Presence:
+        """Never raises: a field that is missing or no number reads as empty or 0."""
+
+        def text(name: str) -> str:
+            return raw.get(name.encode(), b"").decode(errors="replace")[:200]
+
+        def number(name: str) -> int:
+            return int(text(name)) if text(name).isdecimal() else 0
+
+        return cls(
+            worker_id,
+            text("role") or worker_id.rpartition("-")[0] or worker_id,
+            text("host"),
+            number("pid"),
+            text("device"),
+            number("version"),
+            text("state"),
+            number("progress"),
+            number("started_ms"),
+        )
+
+    @property
+    def gone(self) -> bool:
+        """Whether its process has surely ended: it was on this host and its pid is no longer there.
+
+        A killed worker's hash stays until its TTL; this tells a person sooner. Elsewhere only the TTL knows.
+        """
+        if self.host != socket.gethostname() or self.pid == 0:
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            return False
+        return False
+
+
+def alive(client: Client, keys: Keys) -> list[Presence]:
+    """All workers whose hash is there and whose process is not known to have ended, by role and number."""
+    names = sorted({bytes(name) for name in client.scan_iter(match=keys.workers_pattern, count=500)})
+    prefix = len(keys.worker("").encode())
+    with client.pipeline(transaction=False) as pipe:
+        for name in names:
+            pipe.hgetall(name)
+        hashes = pipe.execute() if names else []
+    found = [
+        Presence.from_hash(name[prefix:].decode(errors="replace"), raw)
+        for name, raw in zip(names, hashes, strict=True)
+        if raw  # one that expired between the scan and the read
+    ]
+    return sorted((item for item in found if not item.gone), key=_order)
+
+
+def _order(item: Presence) -> tuple[str, int, str]:
+    number = item.id.rpartition("-")[2]
+    return item.role, int(number) if number.isdecimal() else 0, item.id
