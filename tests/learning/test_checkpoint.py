@@ -37,11 +37,12 @@ def test_what_was_saved_is_loaded_with_dtypes_and_bits(tmp_path: Path) -> None:
             assert got[name].dtype == tensor.dtype and torch.equal(got[name], tensor)
 
 
-def test_tied_weights_are_saved_under_both_names(tmp_path: Path) -> None:
+def test_tied_weights_are_saved_under_each_name(tmp_path: Path) -> None:
     tied = torch.arange(4.0).reshape(2, 2)
-    path = checkpoint.save(tmp_path, 1, 1, {"embed": tied, "head": tied.T}, {}, {})
+    path = checkpoint.save(tmp_path, 1, 1, {"embed": tied, "head": tied, "turned": tied.T}, {}, {})
     loaded = checkpoint.load(path).policy
-    assert torch.equal(loaded["embed"], tied) and torch.equal(loaded["head"], tied.T)
+    assert torch.equal(loaded["embed"], tied) and torch.equal(loaded["head"], tied)
+    assert torch.equal(loaded["turned"], tied.T)
 
 
 def test_newest_takes_the_highest_update_also_past_six_digits(tmp_path: Path) -> None:

@@ -78,19 +78,19 @@ def look(generator: np.random.Generator, rows: int) -> Observations:
 
 
 def make_segment(policy: Policy, ticket: int, version: int = 0) -> Segment:
-    """K rows act by `policy`. Row 1 terminates inside chunk 1, row 2 is truncated in chunk 2; both are reset."""
+    """K rows act by `policy`. Row 1 terminates inside chunk 1, rows 2 and 0 are truncated in chunks 2 and 4: reset."""
     generator = np.random.default_rng(ticket)
     observations = [look(generator, K) for _ in range(T + 1)]
     acts = [policy.act(observations[t], np.arange(K, dtype=np.uint64) + 100 * ticket + 10 * t) for t in range(T)]
     terminated, truncated = np.zeros((T, K), dtype=bool), np.zeros((T, K), dtype=bool)
     executed = np.ones((T, K, H), dtype=bool)
-    terminated[1, 1], executed[1, 1, 1], truncated[2, 2] = True, False, True
+    terminated[1, 1], executed[1, 1, 1], truncated[2, 2], truncated[4, 0] = True, False, True, True
     actions = np.stack([act.actions for act in acts])
     return Segment(
         ticket=ticket,
         observations=observations,
-        final=look(generator, 1),
-        final_index=np.array([[2, 2]]),
+        final=look(generator, 2),
+        final_index=np.array([[2, 2], [4, 0]]),
         actions=actions,
         logprobs=np.stack([act.logprobs for act in acts]),
         executed=executed,
@@ -134,10 +134,10 @@ def test_seeded_toy_run_gives_the_pinned_losses_and_gets_better() -> None:
     learner = make_learner()
     first, last = train(learner), train(learner, updates=9)
     assert first.samples == last.samples == 60 and first.metrics["optimiser_steps"] == 12
-    pinned = {"policy_loss": 0.001015, "value_loss": 0.559760, "entropy": 1.749586, "gradient_norm": 0.776810}
+    pinned = {"policy_loss": -0.000681, "value_loss": 0.532713, "entropy": 1.747009, "gradient_norm": 0.767627}
     assert {name: first.metrics[name] for name in pinned} == pytest.approx(pinned, abs=2e-6)
     # Ten updates of 12 steps let the rounding of another machine's kernels grow.
-    pinned = {"policy_loss": 0.06147, "value_loss": 0.28600, "entropy": 0.91425, "gradient_norm": 1.13453}
+    pinned = {"policy_loss": 0.06226, "value_loss": 0.30128, "entropy": 0.87942, "gradient_norm": 1.17181}
     assert {name: last.metrics[name] for name in pinned} == pytest.approx(pinned, abs=1e-3)
     before, after = (make_segment(policy, ticket=1000).rewards.mean() for policy in (Toy(), learner.policy))
     assert before < -0.5 and after > -0.25, (before, after)
@@ -152,11 +152,11 @@ def test_prepare_gives_the_returns_of_a_slow_loop_and_evaluates_nothing_else() -
     assert segment.final is not None
     with torch.no_grad():
         values = torch.stack([policy._heads(observations)[1] for observations in segment.observations]).numpy()
-        final = policy._heads(segment.final)[1].item()
+        final = dict(zip([(2, 2), (4, 0)], policy._heads(segment.final)[1].tolist(), strict=True))
     policy.rows_evaluated = 0
     samples = learner.prepare(segment).samples
-    # 17 valid chunk steps; 3 rows that close the segment and one held; the row of `final`.
-    assert len(samples) == 17 and policy.rows_evaluated == 17 + 3 + 1 + 1
+    # 17 valid chunk steps; 2 rows that close the segment and go on, and one held; the 2 rows of `final`.
+    assert len(samples) == 17 and policy.rows_evaluated == 17 + 2 + 1 + 2
 
     gamma, lam = learner.algorithm.gamma, learner.algorithm.gae_lambda
     expected = []
@@ -164,7 +164,7 @@ def test_prepare_gives_the_returns_of_a_slow_loop_and_evaluates_nothing_else() -
         for row in range(K):
             advantage, weight = 0.0, 1.0
             for s in range(t, T):
-                following = final if (s, row) == (2, 2) else values[s + 1, row] * (not segment.terminated[s, row])
+                following = final.get((s, row), values[s + 1, row] * (not segment.terminated[s, row]))
                 advantage += weight * (segment.rewards[s, row] + gamma * following - values[s, row])
                 weight *= gamma * lam
                 if segment.terminated[s, row] or segment.truncated[s, row]:

@@ -164,8 +164,7 @@ class Learner:
 
     def _optimise(self, samples: Samples) -> dict[str, float]:
         """Epochs × minibatches, one optimiser step each. Returns means over all of them. Raises _NotFinite."""
-        warming_up = self.warming_up
-        stepped = self._value_parameters if warming_up else self._policy_parameters + self._value_parameters
+        stepped = self._value_parameters if self.warming_up else self._policy_parameters + self._value_parameters
         advantages = normalise(samples.advantages)
         sums: dict[str, float] = {}
         first: dict[str, float] = {}
@@ -174,11 +173,12 @@ class Learner:
             generator = np.random.default_rng(seeds.derive("minibatches", self.seed, self.updates_done, epoch))
             for index in parts(generator.permutation(len(samples)), self.trainer.minibatch_samples):
                 place = f"epoch {epoch + 1}, optimiser step {len(gradient_norms) + 1}"
-                loss, terms = self._loss(samples.take(index), advantages[torch.from_numpy(index)], warming_up)
+                loss, terms = self._loss(samples.take(index), advantages[torch.from_numpy(index)])
                 if not torch.isfinite(loss):
                     raise _NotFinite(f"the loss is {loss.item()} in {place}")
                 self._optimiser.zero_grad()
-                # Only these leaves get a gradient: Adam leaves parameters without one alone, moments included.
+                # Only these leaves get a gradient, and Adam leaves parameters without one alone, moments included:
+                # while the critic warms up the policy's loss reaches nothing.
                 loss.backward(inputs=stepped)  # type: ignore[no-untyped-call]
                 norm = float(torch.nn.utils.clip_grad_norm_(stepped, self.trainer.max_grad_norm))
                 if not np.isfinite(norm):
@@ -203,7 +203,7 @@ class Learner:
             "optimiser_steps": float(len(gradient_norms)),
         }
 
-    def _loss(self, samples: Samples, advantages_N: Tensor, warming_up: bool) -> tuple[Tensor, dict[str, float]]:
+    def _loss(self, samples: Samples, advantages_N: Tensor) -> tuple[Tensor, dict[str, float]]:
         """The loss of one optimiser step, and the sums that the metrics are made of."""
         algorithm, granularity = self.algorithm, self.algorithm.granularity
         evaluation = self.policy.evaluate(samples.observations, samples.actions, samples.extras)
@@ -224,10 +224,11 @@ class Learner:
             algorithm.huber_delta,
         )
         entropy = losses.masked_sum(losses.to_elements(evaluation.entropy, executed, granularity), mask)
-        loss = algorithm.value_coefficient * value.total / value.elements
-        if not warming_up:
-            loss = loss + policy.total / policy.elements
-            loss = loss - algorithm.entropy_coefficient * entropy.total / entropy.elements
+        loss = (
+            policy.total / policy.elements
+            + algorithm.value_coefficient * value.total / value.elements
+            - algorithm.entropy_coefficient * entropy.total / entropy.elements
+        )
         with torch.no_grad():
             moved = torch.where(mask, logprobs - proximal, 0.0)
             drifted = torch.where(mask, logprobs - behaviour, 0.0)
