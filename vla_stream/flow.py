@@ -9,14 +9,16 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from vla_stream.broker import scripts
 from vla_stream.broker.connection import Client
 from vla_stream.broker.scripts import Script, Scripts
 from vla_stream.config import Config
+from vla_stream.environments.protocol import Specification
 from vla_stream.errors import BadMessage, Expired, InputError
 from vla_stream.streams.keys import TRAINERS, Keys
+from vla_stream.streams.specification import specification_from_json, specification_to_json
 from vla_stream.streams.trajectories import parse_member
 from vla_stream.streams.weights import ENTRIES_KEPT
 
@@ -100,13 +102,13 @@ class Flow:
             "generation": secrets.token_hex(8),
         }
         flat = [item for pair in state.items() for item in pair]
-        return (
-            self._call(scripts.CREATE_RUN, [self.keys.flow, self.keys.config], [config.model_dump_json(), *flat]) == 1
-        )
+        keys = [self.keys.flow, self.keys.config]
+        return bool(self._call(scripts.CREATE_RUN, keys, [config.model_dump_json(), *flat]))
 
     def state(self) -> FlowState | None:
         """None when there is no such run on this server (not yet, or flushed)."""
-        raw = {name.decode(): value.decode() for name, value in self.client.hgetall(self.keys.flow).items()}
+        found: Any = self.client.hgetall(self.keys.flow)
+        raw = {name.decode(): value.decode() for name, value in found.items()}
         desired = raw.get("desired")
         if desired is None:
             return None
@@ -117,21 +119,33 @@ class Flow:
 
     def config_json(self) -> str:
         """The run's resolved config. Raises InputError when there is no such run."""
-        raw = self.client.get(self.keys.config)
+        raw: Any = self.client.get(self.keys.config)
         if raw is None:
-            raise InputError(
-                f"run {self.keys.run}: not on this server; give the name and URL that `vla-stream run` prints"
-            )
+            raise self._no_such_run()
         return bytes(raw).decode()
 
     def set_desired(self, desired: Desired, by: str) -> None:
-        """Change the desired state, and announce it: a value, so that late joiners see it too (F55)."""
-        with self.client.pipeline(transaction=True) as pipe:
-            pipe.hset(self.keys.flow, "desired", desired)
-            pipe.xadd(self.keys.control, {"desired": desired, "by": by}, maxlen=CONTROL_KEPT, approximate=True)
-            pipe.execute()
+        """Change the desired state, and announce it: a value, so that late joiners see it too (F55). Raises InputError
+        when there is no such run: writing it anyway would make half a run that keeps the name."""
+        if self._call(scripts.SET_DESIRED, [self.keys.flow, self.keys.control], [desired, by, CONTROL_KEPT]) != 1:
+            raise self._no_such_run()
+
+    def specification(self) -> Specification | None:
+        """The shapes that the first simulator announced, or None as long as there was none."""
+        raw: Any = self.client.hget(self.keys.flow, "specification")
+        return None if raw is None else specification_from_json(bytes(raw).decode(errors="replace"))
 
     # ---- simulators
+
+    def announce(self, specification: Specification) -> None:
+        """Say, as a simulator, what the environments' shapes are. Raises InputError when the run has others (F45)."""
+        ours = specification_to_json(specification)
+        theirs = self._call(scripts.ANNOUNCE, [self.keys.flow], ["specification", ours])
+        if isinstance(theirs, bytes) and theirs.decode() != ours:
+            raise InputError(
+                f"run {self.keys.run}: this simulator's shapes are {ours}, expected {theirs.decode()} as its first; "
+                "attach simulators of the same observation and action shapes"
+            )
 
     def grant(self, wanted: int, lease_s: float, *, all_or_none: bool = False) -> list[Permit] | str:
         """Up to `wanted` permits, or the word why there is none: paused, draining, stopped, holding, no weights, full,
@@ -170,7 +184,7 @@ class Flow:
     def refuse(self, consumed: Consumed, counter: Literal["refused", "poisoned"]) -> bool:
         """A published segment is not trained: remove it, count it, give its ticket out again. False: done before."""
         keys = [self.keys.published, self.keys.refunded, self.keys.books, self.keys.trajectories]
-        return self._call(scripts.REFUSE, keys, [TRAINERS, counter, consumed.entry, consumed.member]) == 1
+        return bool(self._call(scripts.REFUSE, keys, [TRAINERS, counter, consumed.entry, consumed.member]))
 
     def ready_in_order(self, count: int) -> list[str]:
         """The `count` lowest published members, once no lower ticket can still come; else an empty list."""
@@ -231,5 +245,10 @@ class Flow:
             pipe.zrange(self.keys.published, 0, -1)
             return {member.decode() for part in pipe.execute() for member in part}
 
-    def _call(self, script: Script, keys: Sequence[str], arguments: Sequence[object]) -> object:
+    def _no_such_run(self) -> InputError:
+        return InputError(
+            f"run {self.keys.run}: not on this server; give the name and URL that `vla-stream run` prints"
+        )
+
+    def _call(self, script: Script, keys: Sequence[str], arguments: Sequence[object]) -> Any:
         return self.scripts.call(script, keys, arguments)

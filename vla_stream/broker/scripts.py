@@ -116,6 +116,27 @@ return 1
 """,
 )
 
+SET_DESIRED = Script(
+    "set_desired",
+    """
+-- KEYS flow control | ARGV desired by kept ; the value first, so that late joiners see it; 0 when there is no such run.
+if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
+redis.call('HSET', KEYS[1], 'desired', ARGV[1])
+redis.call('XADD', KEYS[2], 'MAXLEN', '~', ARGV[3], '*', 'desired', ARGV[1], 'by', ARGV[2])
+return 1
+""",
+)
+
+ANNOUNCE = Script(
+    "announce",
+    """
+-- KEYS flow | ARGV field value ; the first value stays; returns what stands there, or nil when there is no such run.
+if redis.call('EXISTS', KEYS[1]) == 0 then return nil end
+redis.call('HSETNX', KEYS[1], ARGV[1], ARGV[2])
+return redis.call('HGET', KEYS[1], ARGV[1])
+""",
+)
+
 GRANT = Script(
     "grant",
     """
@@ -246,7 +267,8 @@ if not f[1] then return 'missing' end
 if f[1] ~= ARGV[1] then return 'fenced' end
 for i, counter in ipairs({'trained', 'skipped'}) do
   local lost = (tonumber(redis.call('HGET', KEYS[2], counter)) or 0) - tonumber(ARGV[4 + i])
-  if lost ~= 0 then
+  -- Negative: this server's books are younger than the checkpoint, and nothing of theirs is lost.
+  if lost > 0 then
     redis.call('HINCRBY', KEYS[2], counter, -lost)
     redis.call('HINCRBY', KEYS[2], 'rolled_back', lost)
   end

@@ -9,7 +9,7 @@ Shape suffixes: N samples, H actions per chunk, A action dims.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -162,16 +162,23 @@ def warm_start(
     return metrics
 
 
-def save_demonstrations(path: Path, demonstrations: Demonstrations, environment: str) -> None:
-    """One safetensors file with JSON metadata, written under another name first: a crash leaves no half file."""
-    observations = demonstrations.observations
-    sentences = sorted(set(observations.instruction))
-    numbers = {sentence: number for number, sentence in enumerate(sentences)}
-    tensors = {f"images.{camera}": np.ascontiguousarray(image) for camera, image in observations.images.items()}
-    tensors["state"] = np.ascontiguousarray(observations.state)
-    tensors["instruction"] = np.array([numbers[sentence] for sentence in observations.instruction], dtype=np.int32)
-    tensors["actions"] = np.ascontiguousarray(demonstrations.actions)
-    tensors["valid"] = np.ascontiguousarray(demonstrations.valid)
+def save_demonstrations(
+    path: Path, demonstrations: Demonstrations, environment: str, scenes: Scenes | None = None
+) -> None:
+    """One safetensors file with JSON metadata, written under another name first: a crash leaves no half file.
+
+    It holds all that a warm start needs, so that the trainer needs no simulator.
+    """
+    parts = {"demos": demonstrations.observations} | ({"scenes": scenes.observations} if scenes is not None else {})
+    sentences = sorted({sentence for observations in parts.values() for sentence in observations.instruction})
+    tensors = {"actions": demonstrations.actions, "valid": demonstrations.valid}
+    for part, observations in parts.items():
+        tensors |= {f"{part}.images.{camera}": image for camera, image in observations.images.items()}
+        tensors[f"{part}.state"] = observations.state
+        numbers = [sentences.index(sentence) for sentence in observations.instruction]
+        tensors[f"{part}.instruction"] = np.array(numbers, dtype=np.int32)
+    if scenes is not None:
+        tensors["targets"] = scenes.targets
     about = {
         "format": _FORMAT,
         "environment": environment,
@@ -182,11 +189,14 @@ def save_demonstrations(path: Path, demonstrations: Demonstrations, environment:
     }
     partial = path.with_name(path.name + ".partial")
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, partial, metadata={"demonstrations": json.dumps(about)})
+    contiguous = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
+    save_file(contiguous, partial, metadata={"demonstrations": json.dumps(about)})
     partial.replace(path)
 
 
-def load_demonstrations(path: Path, environment: str, chunk: int, specification: Specification) -> Demonstrations:
+def load_demonstrations(
+    path: Path, environment: str, chunk: int, specification: Specification
+) -> tuple[Demonstrations, Scenes | None]:
     """Read a file of `save_demonstrations`. Raises InputError if it was made for something else."""
     try:
         with safe_open(path, framework="numpy") as file:
@@ -196,12 +206,15 @@ def load_demonstrations(path: Path, environment: str, chunk: int, specification:
         raise InputError(f"{path}: cannot read the demonstrations ({exc}); make them with vla-stream demos") from exc
     if about.get("format") != _FORMAT:
         raise InputError(f"{path}: format is {about.get('format')!r}, expected {_FORMAT!r}; make it anew")
-    cameras = {name.removeprefix("images."): tensors[name] for name in tensors if name.startswith("images.")}
+    observations = _loaded_observations(tensors, "demos", about["sentences"])
     checks = {
         "environment": (about["environment"], environment),
         "policy.chunk": (about["chunk"], chunk),
-        "cameras": ({name: image.shape[1:3] for name, image in cameras.items()}, dict(specification.cameras)),
-        "state dims": (tensors["state"].shape[1], specification.state_dims),
+        "cameras": (
+            {name: image.shape[1:3] for name, image in observations.images.items()},
+            dict(specification.cameras),
+        ),
+        "state dims": (observations.state.shape[1], specification.state_dims),
         "action dims": (tensors["actions"].shape[2], specification.action_dims),
     }
     for subject, (got, expected) in checks.items():
@@ -209,11 +222,18 @@ def load_demonstrations(path: Path, environment: str, chunk: int, specification:
             raise InputError(
                 f"{path}: made for {subject} {got}, this run has {expected}; make it anew with this config"
             )
-    instruction = [about["sentences"][number] for number in tensors["instruction"]]
-    observations = Observations(cameras, tensors["state"], instruction)
-    return Demonstrations(
-        observations, tensors["actions"], tensors["valid"].astype(bool), about["episodes"], about["successes"]
-    )
+    scenes = None
+    if "targets" in tensors:
+        scenes = Scenes(_loaded_observations(tensors, "scenes", about["sentences"]), tensors["targets"])
+    valid = tensors["valid"].astype(bool)
+    return Demonstrations(observations, tensors["actions"], valid, about["episodes"], about["successes"]), scenes
+
+
+def _loaded_observations(tensors: Mapping[str, np.ndarray], part: str, sentences: Sequence[str]) -> Observations:
+    prefix = f"{part}.images."
+    images = {name.removeprefix(prefix): array for name, array in tensors.items() if name.startswith(prefix)}
+    numbers = tensors[f"{part}.instruction"]
+    return Observations(images, tensors[f"{part}.state"], [sentences[number] for number in numbers])
 
 
 @dataclass(slots=True)
@@ -240,7 +260,7 @@ def _demonstrate(
         executed = labels.copy()
         for row in map(int, np.flatnonzero(running)):
             recorded[row].observations.append(observations.take([row]))
-            recorded[row].labels.append(labels[row].copy())
+            recorded[row].labels.append(np.array(labels[row]))
             executed[row] += action_noise * noise[row].standard_normal(specification.action_dims, dtype=np.float32)
         executed = executed.clip(specification.action_low, specification.action_high)
         result = batch.step(executed, everyone if batch.whole_batch else running)

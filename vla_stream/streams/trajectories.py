@@ -85,7 +85,7 @@ class Trajectory:
         arrays |= {name: np.frombuffer(item, dtype=np.uint8) for name, item in inline.items()}
         meta = {
             "references": [item if isinstance(item, str) else "" for item in places],
-            "episodes": [[e.version, e.success, e.reward, e.steps] for e in self.episodes],
+            "episodes": [[int(e.version), bool(e.success), float(e.reward), int(e.steps)] for e in self.episodes],
         }
         fields: dict[str, str | bytes | int] = {
             "id": self.id,
@@ -115,7 +115,7 @@ class Trajectory:
         places = _places(meta.get("references"), arrays)
         if len(places) != steps + 1 + (len(final_index) > 0):
             raise BadMessage(f"{len(places)} observation packets, expected {steps + 1 + (len(final_index) > 0)}")
-        extras = {name.removeprefix("extra."): array for name, array in arrays.items() if name.startswith("extra.")}
+        extras = {name.removeprefix("extra."): array.copy() for name, array in arrays.items() if name.startswith("extra.")}
         if any(array.shape[:2] != (steps, rows) for array in extras.values()):
             raise BadMessage(f"an extra array does not start with [{steps}, {rows}]")
         segment = Segment(ticket, (), None, final_index, **checked, extras=extras)
@@ -131,8 +131,16 @@ class Trajectory:
         s = self.segment
         final = None if self.final_payload is None else observations(self.final_payload, len(s.final_index))
         loaded = [observations(place, s.rows) for place in self.payloads]
+        shapes = [_row_shapes(item) for item in (*loaded, *([] if final is None else [final]))]
+        if any(shape != shapes[0] for shape in shapes):
+            raise BadMessage(f"segment {self.member}: cameras or state change their shape between chunk steps")
         arrays = {name: getattr(s, name) for name in ARRAYS}
         return Segment(s.ticket, loaded, final, s.final_index, **arrays, extras=s.extras)
+
+
+def _row_shapes(observations: Observations) -> dict[str, tuple[int, ...]]:
+    images = {f"image.{camera}": image.shape[1:] for camera, image in observations.images.items()}
+    return {**images, "state": observations.state.shape[1:]}
 
 
 def parse_member(text: str) -> tuple[int, int]:
@@ -150,9 +158,11 @@ def _checked(array: np.ndarray | None, name: str, sizes: dict[str, int]) -> np.n
     for letter, size in zip(letters, array.shape, strict=True):
         if sizes.setdefault(letter, size) != size:
             raise BadMessage(f"{name} is {describe(array)}, expected {letter} = {sizes[letter]}")
+        if size < 1:
+            raise BadMessage(f"{name} is {describe(array)}, expected {letter} of at least 1")
     if dtype is np.float32 and not np.isfinite(array).all():
         raise BadMessage(f"{name} holds NaN or infinity")
-    return array
+    return array.copy()  # small, and torch wants to own what it wraps
 
 
 def _check_final(index: np.ndarray | None, steps: int, rows: int) -> None:
@@ -177,7 +187,8 @@ def _places(references: object, arrays: dict[str, np.ndarray]) -> list[bytes | s
 def _episodes(meta: Mapping[str, object]) -> tuple[Episode, ...]:
     items = meta.get("episodes")
     try:
-        assert isinstance(items, list)
+        if not isinstance(items, list):
+            raise TypeError(f"episodes are {type(items).__name__}")
         return tuple(Episode(int(v), bool(s), float(r), int(n)) for v, s, r, n in items)
-    except (AssertionError, TypeError, ValueError) as exc:
+    except (TypeError, ValueError, OverflowError) as exc:
         raise BadMessage("trajectory's episodes do not decode, expected [[version, success, reward, steps]…]") from exc

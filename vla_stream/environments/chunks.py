@@ -1,0 +1,107 @@
+"""Execute action chunks on an EnvironmentBatch, and check what it returns. Suffixes: see protocol.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from vla_stream.environments.protocol import EnvironmentBatch, Observations, Specification, StepResult
+from vla_stream.errors import EnvironmentFailed
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkResult:
+    """Outcome of one chunk for B rows; rows that were not active hold zeros and False.
+
+    observations  what to act on next: after the reset where a row was reset
+    final         observations of the rows `final_rows` i64[N], truncated in this chunk, before any reset (None if none)
+    executed      bool[B, H]: the action was executed; there is no reset inside a chunk, so the rest after an end is not
+    rewards       f32[B]: sum over the executed actions; terminated, truncated, success bool[B]
+    """
+
+    observations: Observations
+    final: Observations | None
+    final_rows: np.ndarray
+    executed: np.ndarray
+    rewards: np.ndarray
+    terminated: np.ndarray
+    truncated: np.ndarray
+    success: np.ndarray
+
+
+def run_chunk(
+    batch: EnvironmentBatch,
+    actions_BHA: np.ndarray,
+    active: np.ndarray,
+    reset_rows: np.ndarray,
+    reset_seeds: np.ndarray,
+) -> ChunkResult:
+    """Step the rows where active bool[B] through their chunk f32[B, H, A], until each ends.
+
+    Afterwards those that ended and stand in reset_rows bool[B] are reset from reset_seeds u64[B].
+    Raises EnvironmentFailed when the environment returns something its specification does not allow.
+    """
+    rows, chunk, _ = actions_BHA.shape
+    executed = np.zeros((rows, chunk), dtype=bool)
+    rewards = np.zeros(rows, dtype=np.float32)
+    terminated, truncated, success = (np.zeros(rows, dtype=bool) for _ in range(3))
+    finals: list[tuple[np.ndarray, Observations]] = []
+    running = active.copy()
+    observations: Observations | None = None
+    for step in range(chunk):
+        if not running.any() and observations is not None:
+            break
+        result = batch.step(actions_BHA[:, step], running)
+        check_result(result, batch.specification, rows)
+        observations = result.observations
+        executed[:, step] = running
+        rewards += np.where(running, result.reward, 0.0)
+        terminated |= running & result.terminated
+        success |= running & result.success
+        # A row that is both is terminated: there is nothing after it to bootstrap from.
+        cut = running & result.truncated & ~result.terminated
+        truncated |= cut
+        if cut.any():
+            finals.append((np.flatnonzero(cut), observations.take(np.flatnonzero(cut))))
+        running &= ~(result.terminated | result.truncated)
+    assert observations is not None
+    resets = reset_rows & (terminated | truncated)
+    if resets.any():
+        observations = reset_checked(batch, resets, reset_seeds)
+    final_rows = np.concatenate([row for row, _ in finals]) if finals else np.empty(0, dtype=np.int64)
+    final = Observations.concatenate([part for _, part in finals]) if finals else None
+    return ChunkResult(observations, final, final_rows, executed, rewards, terminated, truncated, success)
+
+
+def reset_checked(batch: EnvironmentBatch, mask: np.ndarray, seeds: np.ndarray) -> Observations:
+    """`batch.reset`, with its observations checked."""
+    observations = batch.reset(mask, seeds)
+    check_observations(observations, batch.specification, len(mask))
+    return observations
+
+
+def check_result(result: StepResult, specification: Specification, rows: int) -> None:
+    """Raises EnvironmentFailed: wrong shape, wrong dtype, NaN."""
+    for name in ("terminated", "truncated", "success"):
+        flag = getattr(result, name)
+        if flag.shape != (rows,) or flag.dtype != np.bool_:
+            raise EnvironmentFailed(f"step returned {name} {flag.dtype}{list(flag.shape)}, expected bool[{rows}]")
+    if result.reward.shape != (rows,) or not np.isfinite(result.reward).all():
+        raise EnvironmentFailed(f"step returned reward {result.reward!r}, expected {rows} finite numbers")
+    check_observations(result.observations, specification, rows)
+
+
+def check_observations(observations: Observations, specification: Specification, rows: int) -> None:
+    """Raises EnvironmentFailed. Images are checked when they are packed: reading them here could render them."""
+    state = observations.state
+    if state.shape != (rows, specification.state_dims) or state.dtype != np.float32:
+        expected = f"float32[{rows}, {specification.state_dims}]"
+        raise EnvironmentFailed(f"state is {state.dtype}{list(state.shape)}, expected {expected}")
+    if not np.isfinite(state).all():
+        raise EnvironmentFailed("state holds NaN or infinity")
+    if len(observations.instruction) != rows or set(observations.images) != set(specification.cameras):
+        raise EnvironmentFailed(
+            f"{len(observations.instruction)} instructions and cameras {sorted(observations.images)}, "
+            f"expected {rows} and {sorted(specification.cameras)}"
+        )

@@ -1,0 +1,397 @@
+"""Environments in child processes, so that one that hangs, raises or dies is replaced instead of ending the run.
+
+A host owns the B rows of one environment batch. `ProcessHost` spreads them over child processes (as many as the
+environment's `rows_per_process` asks for); `LocalHost` keeps them in this process, for `--inline` and pdb. Both do one
+thing at a time: `start_reset` or `start_chunk`, then `poll` until it is done.
+
+Parent and child talk in packets of broker/codec.py over a socket pair; the child ends when the socket closes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+import numpy as np
+
+from vla_stream import plugins
+from vla_stream.broker.codec import pack, unpack
+from vla_stream.config import Config
+from vla_stream.config import Environment as EnvironmentConfig
+from vla_stream.environments.chunks import ChunkResult, reset_checked, run_chunk
+from vla_stream.environments.protocol import EnvironmentBatch, Observations, Specification
+from vla_stream.errors import BadMessage, EnvironmentFailed, InputError, RunFailed
+from vla_stream.streams.observations import pack_observations, unpack_observations
+from vla_stream.streams.specification import specification_from_json, specification_to_json
+from workers.lifeline import die_with_parent
+
+RESTARTS_AT_ONCE = 3
+RESTARTS_PER_MINUTE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a host finished: a chunk, or a reset (then `chunk` is None).
+
+    failed bool[B]: rows whose process was lost meanwhile; their values are zeros and `causes` says why.
+    """
+
+    observations: Observations
+    chunk: ChunkResult | None
+    failed: np.ndarray
+    causes: tuple[str, ...] = ()
+
+
+class Host(Protocol):
+    """B rows of one environment batch."""
+
+    specification: Specification
+    whole_batch: bool
+    rows: int
+    busy: bool
+
+    def start_reset(self, mask: np.ndarray, seeds: np.ndarray) -> None:
+        """Begin to reset the rows in mask bool[B] from seeds u64[B]."""
+
+    def start_chunk(
+        self, actions_BHA: np.ndarray, active: np.ndarray, reset_rows: np.ndarray, reset_seeds: np.ndarray
+    ) -> None:
+        """Begin a chunk; see environments/chunks.py."""
+
+    def poll(self) -> Outcome | None:
+        """The outcome once it is there. Raises RunFailed when processes keep failing."""
+
+    def waitables(self) -> list[Connection]:
+        """What becomes readable when `poll` may have something."""
+
+    def close(self) -> None:
+        """End all processes. Idempotent."""
+
+
+def make_batch(environment: EnvironmentConfig, rows: int) -> EnvironmentBatch:
+    """The configured environment batch, in this process."""
+    cls = plugins.load_class(plugins.ENVIRONMENTS, environment.name)
+    options = plugins.parse_options(cls, environment.options, "environment.options")
+    batch: EnvironmentBatch = cls(rows, environment.max_steps, options)
+    return batch
+
+
+class LocalHost:
+    """All rows in this process; an error of the environment goes straight to the caller (and to pdb)."""
+
+    def __init__(self, config: Config, rows: int) -> None:
+        self._batch = make_batch(config.environment, rows)
+        self.specification, self.rows, self.busy = self._batch.specification, rows, False
+        self.whole_batch = self._batch.whole_batch
+        self._outcome: Outcome | None = None
+
+    def start_reset(self, mask: np.ndarray, seeds: np.ndarray) -> None:
+        observations = reset_checked(self._batch, mask, seeds)
+        self._outcome, self.busy = Outcome(observations, None, np.zeros(self.rows, dtype=bool)), True
+
+    def start_chunk(
+        self, actions_BHA: np.ndarray, active: np.ndarray, reset_rows: np.ndarray, reset_seeds: np.ndarray
+    ) -> None:
+        chunk = run_chunk(self._batch, actions_BHA, active, reset_rows, reset_seeds)
+        self._outcome, self.busy = Outcome(chunk.observations, chunk, np.zeros(self.rows, dtype=bool)), True
+
+    def poll(self) -> Outcome | None:
+        outcome, self._outcome, self.busy = self._outcome, None, False
+        return outcome
+
+    def waitables(self) -> list[Connection]:
+        return []
+
+    def close(self) -> None:
+        self._batch.close()
+
+
+class RestartBudget:
+    """Some restarts at once, then so many per minute (F42)."""
+
+    def __init__(self, at_once: int = RESTARTS_AT_ONCE, per_minute: float = RESTARTS_PER_MINUTE) -> None:
+        self.at_once, self.per_minute = at_once, per_minute
+        self._spent: deque[float] = deque()
+
+    def take(self, now_s: float) -> bool:
+        """Whether one more restart is allowed; counts it if so."""
+        while self._spent and now_s - self._spent[0] > 60.0 * self.at_once / self.per_minute:
+            self._spent.popleft()
+        if len(self._spent) >= self.at_once:
+            return False
+        self._spent.append(now_s)
+        return True
+
+
+class ProcessHost:
+    """Rows spread over child processes; one that fails is replaced, and its rows are reported as failed once."""
+
+    def __init__(self, config: Config, rows: int) -> None:
+        cls = plugins.load_class(plugins.ENVIRONMENTS, config.environment.name)
+        per_process = cls.rows_per_process or rows
+        self._config, self.rows, self.busy = config, rows, False
+        self.whole_batch: bool = cls.whole_batch
+        self._children = [
+            _Child(config.environment, range(start, min(start + per_process, rows)))
+            for start in range(0, rows, per_process)
+        ]
+        self._budget = RestartBudget(at_once=RESTARTS_AT_ONCE + len(self._children))
+        self._failed = np.zeros(rows, dtype=bool)
+        self._causes: list[str] = []
+        self._replies: dict[int, bytes] = {}
+        self._asked: list[int] = []
+        self._is_chunk = False
+        self._horizon = 0
+        try:
+            self.specification = self._await_specification()
+        except BaseException:
+            self.close()
+            raise
+
+    def start_reset(self, mask: np.ndarray, seeds: np.ndarray) -> None:
+        self._send("reset", {"mask": mask, "seeds": seeds}, mask)
+
+    def start_chunk(
+        self, actions_BHA: np.ndarray, active: np.ndarray, reset_rows: np.ndarray, reset_seeds: np.ndarray
+    ) -> None:
+        self._horizon = actions_BHA.shape[1]
+        arrays = {"actions": actions_BHA, "active": active, "reset_rows": reset_rows, "reset_seeds": reset_seeds}
+        self._send("chunk", arrays, active)
+
+    def poll(self) -> Outcome | None:
+        for index in [i for i in self._asked if i not in self._replies]:
+            child = self._children[index]
+            try:
+                reply = child.poll(self._deadline_s(child))
+            except EnvironmentFailed as exc:
+                self._replace(index, str(exc))
+                continue
+            if reply is not None:
+                self._replies[index] = reply
+        waiting = [i for i in self._asked if i not in self._replies and not self._failed[self._children[i].rows.start]]
+        return None if waiting else self._finish()
+
+    def waitables(self) -> list[Connection]:
+        return [self._children[i].connection for i in self._asked if i not in self._replies]
+
+    def close(self) -> None:
+        for child in self._children:
+            child.kill()
+
+    def _send(self, operation: str, arrays: dict[str, np.ndarray], wanted: np.ndarray) -> None:
+        assert not self.busy
+        self._asked, self._replies, self._causes = [], {}, []
+        self._failed[:] = False
+        self.busy, self._is_chunk = True, operation == "chunk"
+        for index, child in enumerate(self._children):
+            part = slice(child.rows.start, child.rows.stop)
+            if wanted[part].any():
+                self._asked.append(index)
+                child.send(pack({name: array[part] for name, array in arrays.items()}, {"operation": operation}))
+
+    def _deadline_s(self, child: _Child) -> float:
+        simulators = self._config.simulators
+        if not child.ready or not self._is_chunk:
+            return simulators.start_deadline_s
+        return simulators.step_deadline_s * self._horizon
+
+    def _replace(self, index: int, cause: str) -> None:
+        child = self._children[index]
+        self._failed[child.rows.start : child.rows.stop] = True
+        self._causes.append(
+            f"environment process {child.pid} (rows {child.rows.start} to {child.rows.stop - 1}): {cause}"
+        )
+        child.kill()
+        if not self._budget.take(time.monotonic()):
+            raise RunFailed(f"environments fail again and again, last: {cause}")
+        self._children[index] = _Child(self._config.environment, child.rows)
+
+    def _finish(self) -> Outcome:
+        self.busy = False
+        parts: list[tuple[range, dict[str, np.ndarray], dict[str, Any]]] = []
+        for index in self._asked:
+            if index in self._replies:
+                try:
+                    parts.append((self._children[index].rows, *unpack(self._replies[index])))
+                    continue
+                except BadMessage as exc:
+                    self._replace(index, str(exc))
+        failed, causes = self._failed.copy(), tuple(self._causes)
+        observations = self._stitch(
+            [(rows, unpack_observations(arrays["observations"].data)) for rows, arrays, _ in parts]
+        )
+        if not self._is_chunk:
+            return Outcome(observations, None, failed, causes)
+        merged: dict[str, np.ndarray] = {"executed": np.zeros((self.rows, self._horizon), dtype=bool)}
+        merged["rewards"] = np.zeros(self.rows, dtype=np.float32)
+        merged |= {name: np.zeros(self.rows, dtype=bool) for name in ("terminated", "truncated", "success")}
+        finals: list[Observations] = []
+        final_rows: list[np.ndarray] = []
+        for rows, arrays, _ in parts:
+            for name, target in merged.items():
+                target[rows.start : rows.stop] = arrays[name]
+            if len(arrays["final_rows"]):
+                finals.append(unpack_observations(arrays["final"].data))
+                final_rows.append(arrays["final_rows"] + rows.start)
+        index_of_finals = np.concatenate(final_rows) if final_rows else np.empty(0, dtype=np.int64)
+        final = Observations.concatenate(finals) if finals else None
+        return Outcome(observations, ChunkResult(observations, final, index_of_finals, **merged), failed, causes)
+
+    def _stitch(self, parts: Sequence[tuple[range, Observations]]) -> Observations:
+        if len(parts) == 1 and len(parts[0][0]) == self.rows:
+            return parts[0][1]
+        spec = self.specification
+        images = {name: np.zeros((self.rows, *size, 3), dtype=np.uint8) for name, size in spec.cameras.items()}
+        state = np.zeros((self.rows, spec.state_dims), dtype=np.float32)
+        instruction = [""] * self.rows
+        for rows, observations in parts:
+            for camera, image in observations.images.items():
+                images[camera][rows.start : rows.stop] = image
+            state[rows.start : rows.stop] = observations.state
+            instruction[rows.start : rows.stop] = observations.instruction
+        return Observations(images, state, instruction)
+
+    def _await_specification(self) -> Specification:
+        found = []
+        for child in self._children:
+            while not child.ready:
+                if child.poll(self._config.simulators.start_deadline_s) is None and not child.ready:
+                    child.connection.poll(0.1)
+            found.append(child.specification)
+        first = found[0]
+        assert first is not None
+        return first
+
+
+class _Child:
+    """One child process with some rows. Commands may be sent before it is ready; replies come in order."""
+
+    def __init__(self, environment: EnvironmentConfig, rows: range) -> None:
+        self.rows = rows
+        self.specification: Specification | None = None
+        ours, theirs = socket.socketpair()
+        task = {"environment": environment.model_dump(mode="json"), "rows": len(rows)}
+        command = [sys.executable, "-m", "workers.environment_host", str(theirs.fileno()), json.dumps(task)]
+        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        theirs.close()
+        self.connection = Connection(ours.detach())
+        self._busy_since_s = time.monotonic()
+
+    @property
+    def ready(self) -> bool:
+        return self.specification is not None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, packet: bytes) -> None:
+        self._busy_since_s = time.monotonic()
+        # Should it have died, the next poll says so with the reason.
+        with contextlib.suppress(OSError):
+            self.connection.send_bytes(packet)
+
+    def poll(self, deadline_s: float) -> bytes | None:
+        """The reply, or None while it works. Raises EnvironmentFailed: dead, hung, raised."""
+        try:
+            while self.connection.poll(0):
+                packet = self.connection.recv_bytes()
+                if self.ready:
+                    _, meta = unpack(packet)
+                    if "error" in meta:
+                        raise EnvironmentFailed(str(meta["error"]))
+                    return packet
+                self._greet(packet)
+        except (EOFError, OSError) as exc:
+            raise EnvironmentFailed(f"process ended with {self._exit_reason()}; its log has the cause") from exc
+        if time.monotonic() - self._busy_since_s > deadline_s:
+            raise EnvironmentFailed(f"no answer for {deadline_s:g} s, it hangs; see simulators.step_deadline_s")
+        return None
+
+    def kill(self) -> None:
+        self.connection.close()
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+
+    def _greet(self, packet: bytes) -> None:
+        _, meta = unpack(packet)
+        if "refused" in meta:
+            raise InputError(str(meta["refused"]))
+        if "error" in meta:
+            raise EnvironmentFailed(str(meta["error"]))
+        self.specification = specification_from_json(str(meta["specification"]))
+        self._busy_since_s = time.monotonic()
+
+    def _exit_reason(self) -> str:
+        try:
+            code = self._process.wait(timeout=1.0)
+        except subprocess.TimeoutExpired:
+            return "a closed pipe"
+        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def _answer(batch: EnvironmentBatch, packet: bytes) -> bytes:
+    arrays, meta = unpack(packet)
+    if meta.get("operation") == "reset":
+        observations = reset_checked(batch, arrays["mask"], arrays["seeds"])
+        return pack({"observations": np.frombuffer(pack_observations(observations), dtype=np.uint8)})
+    chunk = run_chunk(batch, arrays["actions"], arrays["active"], arrays["reset_rows"], arrays["reset_seeds"])
+    names = ("final_rows", "executed", "rewards", "terminated", "truncated", "success")
+    result = {name: getattr(chunk, name) for name in names}
+    result["observations"] = np.frombuffer(pack_observations(chunk.observations), dtype=np.uint8)
+    if chunk.final is not None:
+        result["final"] = np.frombuffer(pack_observations(chunk.final), dtype=np.uint8)
+    return pack(result)
+
+
+def main() -> None:
+    """A child process: `python -m workers.environment_host <socket> <task as JSON>`."""
+    die_with_parent(os.getppid())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the simulator, which ends us by closing the socket
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    connection = Connection(int(sys.argv[1]))
+    task = json.loads(sys.argv[2])
+    try:
+        batch = make_batch(EnvironmentConfig.model_validate(task["environment"]), int(task["rows"]))
+    except InputError as exc:
+        connection.send_bytes(pack({}, {"refused": str(exc)}))
+        return
+    except Exception as exc:
+        traceback.print_exc()
+        connection.send_bytes(pack({}, {"error": _cause(exc)}))
+        return
+    connection.send_bytes(pack({}, {"specification": specification_to_json(batch.specification)}))
+    while True:
+        try:
+            packet = connection.recv_bytes()
+        except (EOFError, OSError):
+            break
+        try:
+            reply = _answer(batch, packet)
+        except Exception as exc:
+            # The environment is someone else's code: whatever it raises is reported, and this process is replaced.
+            traceback.print_exc()
+            reply = pack({}, {"error": _cause(exc)})
+        connection.send_bytes(reply)
+    batch.close()
+
+
+def _cause(exc: Exception) -> str:
+    return f"{type(exc).__name__}: {exc}"[:1500]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""What generators and the trainer share: the policy's construction, its device, and the way of its weights."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from vla_stream import plugins
+from vla_stream.broker.connection import Client
+from vla_stream.config import Config
+from vla_stream.environments.protocol import Specification
+from vla_stream.errors import BadMessage
+from vla_stream.policies.protocol import Policy
+from vla_stream.streams.keys import Keys
+from vla_stream.streams.weights import WeightsManifest
+from workers.worker import Worker
+
+SAY_WAITING_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """One version of the weights, decoded. digest: that of the manifest, for replies."""
+
+    version: int
+    digest: str
+    state: Mapping[str, Tensor]
+
+
+class WeightsReader:
+    """Brings the newest weights. `poll` may run in a thread of its own; `newest` and `wait` are for the others."""
+
+    def __init__(self, client: Client, keys: Keys) -> None:
+        self.client, self.keys = client, keys
+        self.device = torch.device("cpu")
+        self._last = "0"
+        self._newest: Weights | None = None
+        self._arrived = threading.Condition()
+
+    def poll(self, block_ms: int | None = None) -> None:
+        """Look for a newer entry and fetch it. Raises BadMessage when it is damaged."""
+        reply = self.client.xread({self.keys.weights: self._last}, block=block_ms)
+        if not reply:
+            return
+        # Newest wins: what lies between the last look and now is skipped.
+        entry, fields = self.client.xrevrange(self.keys.weights, count=1)[0]
+        manifest = WeightsManifest.from_fields(fields)
+        data = manifest.assemble(
+            lambda index: self.client.get(self.keys.weight_chunk(manifest.version, manifest.epoch, index))
+        )
+        if data is None:
+            return  # Its chunks are gone, so a newer version exists: the next look finds it.
+        self._last = entry
+        state = {name: tensor.to(self.device, non_blocking=True) for name, tensor in load(data).items()}
+        with self._arrived:
+            self._newest = Weights(manifest.version, manifest.digest, state)
+            self._arrived.notify_all()
+
+    def newest(self) -> Weights | None:
+        return self._newest
+
+    def wait(self, seconds: float) -> None:
+        """Until newer weights arrive, or the time is over."""
+        with self._arrived:
+            self._arrived.wait(seconds)
+
+
+def publish_chunks(
+    client: Client, keys: Keys, manifest: WeightsManifest, chunks: list[bytes], lifetime_s: float
+) -> None:
+    """Upload all chunks of one version. They expire unless the version is committed (`keep_chunks`)."""
+    for index, chunk in enumerate(chunks):
+        client.set(keys.weight_chunk(manifest.version, manifest.epoch, index), chunk, px=int(lifetime_s * 1000))
+
+
+def keep_chunks(
+    client: Client, keys: Keys, manifest: WeightsManifest, previous: WeightsManifest | None, keep_s: float
+) -> None:
+    """After the commit: the new version's chunks stay, the previous one's go after `keep_s`."""
+    with client.pipeline(transaction=False) as pipe:
+        for index in range(len(manifest.chunk_digests)):
+            pipe.persist(keys.weight_chunk(manifest.version, manifest.epoch, index))
+        for index in range(len(previous.chunk_digests) if previous else 0):
+            assert previous is not None
+            pipe.pexpire(keys.weight_chunk(previous.version, previous.epoch, index), int(keep_s * 1000))
+        pipe.execute()
+
+
+def to_bytes(state: Mapping[str, Tensor]) -> bytes:
+    """A state dict as safetensors bytes."""
+    return save({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()})
+
+
+def await_specification(worker: Worker) -> Specification | None:
+    """The run's shapes, once the first simulator announced them; None when told to end before."""
+    next_word_s = time.monotonic() + SAY_WAITING_S
+    worker.state = "waiting for a simulator to announce its shapes"
+    while not worker.draining:
+        worker.patiently(worker.beat)
+        specification = worker.patiently(worker.flow.specification)
+        if specification is not None:
+            worker.state = "loading"
+            return specification
+        if time.monotonic() > next_word_s:
+            next_word_s = time.monotonic() + 6 * SAY_WAITING_S
+            worker.say("waiting", f"{worker.role} waits for a simulator: none has announced its shapes yet")
+        time.sleep(0.1)
+    return None
+
+
+def make_policy(config: Config, specification: Specification, device: torch.device) -> Policy:
+    """The configured policy, freshly initialised from the run's seed. Raises InputError."""
+    cls = plugins.load_class(plugins.POLICIES, config.policy.name)
+    options = plugins.parse_options(cls, config.policy.options, "policy.options")
+    torch.manual_seed(config.seed)
+    policy: Policy = cls(options, specification, config.policy.chunk)
+    if isinstance(policy, torch.nn.Module):
+        policy.to(device).eval()
+    return policy
+
+
+def torch_device(name: str) -> torch.device:
+    """`auto` is cuda where there is one, else cpu."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(name)
+
+
+def load_strictly(policy: Policy, state: Mapping[str, Tensor], subject: str) -> None:
+    """`load_state_dict`, with a clear error on another architecture (F45)."""
+    try:
+        policy.load_state_dict(state)
+    except (RuntimeError, KeyError) as exc:
+        first = str(exc).strip().splitlines()
+        raise BadMessage(f"{subject}: these weights belong to another policy: {' '.join(first[:2])}") from exc

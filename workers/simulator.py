@@ -1,0 +1,523 @@
+"""A simulator: steps environment batches, asks generators for actions, publishes segments of trajectory.
+
+A batch steps when all its active slots have replies; batches never wait for each other. `step()` does what can be done
+now and returns; `main()` waits in between. State lives in the slots, so a test drives `step()` with any Host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from queue import Empty, SimpleQueue
+from typing import Literal
+
+import numpy as np
+
+from vla_stream import seeds
+from vla_stream.broker.connection import OUT_OF_MEMORY, UNREACHABLE, Client
+from vla_stream.broker.lanes import Lane, RedisLane, ShmLane, shm_folder, shm_usable
+from vla_stream.config import Config
+from vla_stream.environments.protocol import Observations
+from vla_stream.errors import BadMessage, EnvironmentFailed, Expired, PayloadUnreachable
+from vla_stream.streams.actions import ActionReply
+from vla_stream.streams.keys import Keys
+from vla_stream.streams.notices import dead_letter
+from vla_stream.streams.obs_requests import ObsRequest
+from workers.environment_host import Host, Outcome, ProcessHost
+from workers.slot import Place, Slot, State, new_incarnation, slot_part
+from workers.worker import BEAT_S, BLOCK_S, Worker, run_process
+
+STREAM_TTL_S = 300.0
+BLOB_LIFETIME_S = 3600.0
+REPLIES_AT_ONCE = 256
+FIRST_PERMIT_WAIT_S, LONGEST_PERMIT_WAIT_S = 0.005, 0.1
+
+
+class Replies:
+    """The simulator's own `actions` stream, read in order and deleted when consumed."""
+
+    def __init__(self, client: Client, stream: str) -> None:
+        self.client, self.stream = client, stream
+        self._last = "0"
+
+    def open(self) -> None:
+        """Create the stream: generators add to it only while it exists (F53)."""
+        hello = self.client.xadd(self.stream, {"hello": "1"})
+        with self.client.pipeline(transaction=True) as pipe:
+            pipe.xdel(self.stream, hello)
+            pipe.pexpire(self.stream, int(STREAM_TTL_S * 1000))
+            pipe.execute()
+
+    def read(self, block_ms: int | None) -> list[dict[bytes, bytes]]:
+        """Raw fields of new replies."""
+        reply = self.client.xread({self.stream: self._last}, count=REPLIES_AT_ONCE, block=block_ms)
+        if not reply:
+            return []
+        entries = reply[0][1]
+        self._last = entries[-1][0]
+        self.client.xdel(self.stream, *[identity for identity, _ in entries])
+        return [fields for _, fields in entries]
+
+    def renew(self) -> bool:
+        """False when the stream is gone (a flush)."""
+        return bool(self.client.pexpire(self.stream, int(STREAM_TTL_S * 1000)))
+
+    def close(self) -> None:
+        self.client.delete(self.stream)
+
+
+class _Batch:
+    """One environment batch: its host and its slots."""
+
+    def __init__(self, host: Host, slots: list[Slot]) -> None:
+        self.host, self.slots = host, slots
+        self.resetting: list[Slot] = []
+        self.reset_mask = np.zeros(host.rows, dtype=bool)
+
+    @property
+    def active(self) -> list[Slot]:
+        return [slot for slot in self.slots if slot.state is not State.IDLE]
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A request that was sent: its stream entry, and when."""
+
+    slot: Slot
+    entry: str
+    since_s: float
+
+
+class Simulator:
+    """All batches of one process. `hosts`: one per environment batch."""
+
+    def __init__(self, worker: Worker, config: Config, hosts: list[Host]) -> None:
+        self.worker, self.config = worker, config
+        self.flow, self.keys, self.meter = worker.flow, worker.keys, worker.meter
+        self.incarnation = new_incarnation()
+        self.lane = choose_lane(config, worker)
+        self.replies = Replies(worker.client, self.keys.actions(worker.id))
+        simulators = config.simulators
+        self.batches = []
+        for number, host in enumerate(hosts):
+            k = simulators.envs_per_slot
+            slots = [
+                Slot(
+                    Place(worker.id, self.incarnation, number, index),
+                    slice(index * k, (index + 1) * k),
+                    config.segment_steps,
+                    whole_episode=simulators.segment == "episode",
+                    lane=self.lane,
+                    inline_below=0 if config.broker.lane in ("shm", "redis") else config.broker.inline_below_bytes,
+                )
+                for index in range(simulators.slots)
+            ]
+            self.batches.append(_Batch(host, slots))
+        # Decided first, sent at the end of a step: an error of Redis in between loses nothing, the next step sends again.
+        self._outbox: dict[str, tuple[Slot, ObsRequest]] = {}
+        self._to_abort: list[str] = []
+        self._asked: dict[str, _Asked] = {}
+        self._next_permit_s = 0.0
+        self._permit_wait_s = FIRST_PERMIT_WAIT_S
+        self._next_renewal_s = 0.0
+
+    @property
+    def idle(self) -> bool:
+        """Nothing in flight: a drained simulator may end."""
+        return all(slot.state is State.IDLE for batch in self.batches for slot in batch.slots) and not self.host_busy
+
+    @property
+    def host_busy(self) -> bool:
+        return any(batch.host.busy for batch in self.batches)
+
+    def open(self) -> None:
+        """Announce the shapes and open the reply stream. Raises InputError on other shapes than the run's."""
+        self.flow.announce(self.batches[0].host.specification)
+        self.replies.open()
+
+    def close(self) -> None:
+        """Give permits back and free everything. Idempotent."""
+        for batch in self.batches:
+            batch.host.close()
+        for batch in self.batches:
+            for slot in batch.active:
+                self._abort(slot, None)
+        with contextlib.suppress(*UNREACHABLE):
+            self._send_aborts()
+            self.replies.close()
+
+    def step(self, raw_replies: list[dict[bytes, bytes]]) -> bool:
+        """Do all that can be done now; True when anything moved."""
+        moved = self._take_replies(raw_replies)
+        for batch in self.batches:
+            moved |= self._poll_host(batch)
+        moved |= self._request_permits()
+        for batch in self.batches:
+            moved |= self._start_host(batch)
+        moved |= self._publish()
+        self._send_requests()
+        self._send_aborts()
+        self._renew_and_ask_again()
+        return moved
+
+    def patience_s(self) -> float:
+        """How long the main loop may wait for replies and environments before the next `step`."""
+        idle = any(slot.state is State.IDLE for batch in self.batches for slot in batch.slots)
+        until_permit_s = self._next_permit_s - time.monotonic() if idle and not self.worker.draining else BEAT_S
+        return min(BEAT_S / 4, max(0.0, until_permit_s))
+
+    # ---- replies
+
+    def _take_replies(self, raw_replies: list[dict[bytes, bytes]]) -> bool:
+        moved = False
+        for raw in raw_replies:
+            try:
+                reply = ActionReply.from_fields(raw)
+            except BadMessage as exc:
+                stream = self.replies.stream
+                dead_letter(self.worker.client, self.keys, self.worker.id, stream, "?", raw, str(exc), 1)
+                continue
+            asked = self._asked.pop(str(reply.id), None)
+            if asked is None:
+                self.meter.count("replies_dropped")  # a repeat, or for an older incarnation or attempt
+                continue
+            slot = asked.slot
+            self.meter.mean("reply_ms", (time.monotonic() - asked.since_s) * 1000)
+            try:
+                if reply.act is None:
+                    raise EnvironmentFailed(f"generator answered with an error: {reply.error}")
+                slot.answer(reply.act, reply.version)
+            except EnvironmentFailed as exc:
+                self._abort(slot, str(exc))
+            moved = True
+        return moved
+
+    # ---- environments
+
+    def _start_host(self, batch: _Batch) -> bool:
+        """Resets first, then requests of slots that need none, then a chunk once all active slots have replies."""
+        wanting = [slot for slot in batch.slots if slot.state is State.WANTING]
+        due = [slot for slot in wanting if slot.resets_due().any()]
+        self._ask([(slot, slot.last_observations) for slot in wanting if slot not in due])
+        if batch.host.busy:
+            return len(due) < len(wanting)
+        if due:
+            self._start_resets(batch, due)
+            return True
+        ready = [slot for slot in batch.slots if slot.state is State.READY]
+        if ready and len(ready) == len(batch.active):
+            self._start_chunk(batch, ready)
+            return True
+        return bool(wanting)
+
+    def _start_resets(self, batch: _Batch, due: list[Slot]) -> None:
+        mask = np.zeros(batch.host.rows, dtype=bool)
+        values = np.zeros(batch.host.rows, dtype=np.uint64)
+        for slot in due:
+            assert slot.permit is not None
+            mask[slot.rows] = slot.resets_due()
+            values[slot.rows] = seeds.reset_seeds(
+                self.config.seed, slot.permit.ticket, 0, slot.k, shared=slot.whole_episode
+            )
+        batch.resetting, batch.reset_mask = due, mask
+        batch.host.start_reset(mask, values)
+
+    def _start_chunk(self, batch: _Batch, ready: list[Slot]) -> None:
+        first = ready[0].reply
+        assert first is not None
+        rows, (chunk, dims) = batch.host.rows, first.actions.shape[1:]
+        actions = np.zeros((rows, chunk, dims), dtype=np.float32)
+        active, reset_rows = np.zeros(rows, dtype=bool), np.zeros(rows, dtype=bool)
+        values = np.zeros(rows, dtype=np.uint64)
+        for slot in ready:
+            assert slot.reply is not None and slot.permit is not None
+            actions[slot.rows] = slot.reply.actions
+            active[slot.rows] = ~slot.held
+            reset_rows[slot.rows] = slot.resets_after()
+            values[slot.rows] = seeds.reset_seeds(
+                self.config.seed, slot.permit.ticket, slot.step + 1, slot.k, shared=False
+            )
+            slot.state = State.STEPPING
+        batch.host.start_chunk(actions, active, reset_rows, values)
+
+    def _poll_host(self, batch: _Batch) -> bool:
+        if not batch.host.busy:
+            return False
+        with self.meter.busy("environments"):
+            outcome = batch.host.poll()
+        if outcome is None:
+            return False
+        for cause in outcome.causes:
+            self.worker.say("environment", f"{cause}; replaced, its segments are aborted")
+        if outcome.chunk is None:
+            self._after_reset(batch, outcome)
+        else:
+            self._after_chunk(batch, outcome)
+        return True
+
+    def _after_reset(self, batch: _Batch, outcome: Outcome) -> None:
+        asking = []
+        # A slot may have lost its permit meanwhile; it then waits for another and resets again.
+        for slot in (slot for slot in batch.resetting if slot.state is State.WANTING):
+            if outcome.failed[slot.rows].any():
+                self._abort(slot, None)
+                continue
+            part = outcome.observations.take(np.arange(slot.rows.start, slot.rows.stop))
+            asking.append((slot, slot.look(part, batch.reset_mask[slot.rows])))
+        batch.resetting = []
+        self._ask(asking)
+
+    def _after_chunk(self, batch: _Batch, outcome: Outcome) -> None:
+        assert outcome.chunk is not None
+        for slot in [slot for slot in batch.slots if slot.state is State.STEPPING]:
+            if outcome.failed[slot.rows].any():
+                self._abort(slot, None)
+                continue
+            part = slot_part(outcome.chunk, slot.rows)
+            slot.advance(part)
+            self.meter.count("env_steps", int(part.executed.sum()))
+            self.meter.count("chunk_steps", int(part.executed.any(axis=1).sum()))
+        self._ask(
+            [(s, s.last_observations) for s in batch.slots if s.state is State.WANTING and not s.resets_due().any()]
+        )
+
+    # ---- requests and segments
+
+    def _ask(self, slots: list[tuple[Slot, Observations]]) -> None:
+        """Put the requests of these slots, with what they shall show, into the outbox."""
+        for slot, observations in slots:
+            try:
+                request = slot.ask(observations)
+            except PayloadUnreachable as exc:
+                self._abort(slot, str(exc))
+            else:
+                self._outbox[str(request.id)] = (slot, request)
+
+    def _send_requests(self) -> None:
+        """All of the outbox in one round trip. A request sent twice is harmless: its second reply is dropped."""
+        if not self._outbox:
+            return
+        sent = list(self._outbox.items())
+        with self.worker.client.pipeline(transaction=False) as pipe:
+            for _, (_, request) in sent:
+                pipe.xadd(self.keys.obs_requests, request.to_fields())  # type: ignore[arg-type]
+            entries = pipe.execute()
+        for (identity, (slot, _)), entry in zip(sent, entries, strict=True):
+            self._asked[identity] = _Asked(slot, entry.decode(), time.monotonic())
+        self._outbox.clear()
+
+    def _send_aborts(self) -> None:
+        if self._to_abort:
+            self.flow.abort(self._to_abort)
+            self._to_abort.clear()
+
+    def _publish(self) -> bool:
+        moved = False
+        for batch in self.batches:
+            for slot in [slot for slot in batch.slots if slot.state is State.FINISHED]:
+                assert slot.permit is not None
+                try:
+                    trajectory = slot.finish()
+                    self.flow.publish(slot.permit.member, trajectory.to_fields())
+                except PayloadUnreachable as exc:
+                    self._abort(slot, str(exc))
+                except Expired as exc:
+                    self.worker.say("expired", str(exc))
+                    slot.drop()
+                else:
+                    slot.published()
+                    self.worker.progress += 1
+                    self.meter.count("segments")
+                    self.meter.count("episodes", len(trajectory.episodes))
+                    self._next_permit_s = 0.0
+                moved = True
+        return moved
+
+    def _request_permits(self) -> bool:
+        now_s = time.monotonic()
+        if self.worker.draining or now_s < self._next_permit_s:
+            return False
+        moved = False
+        for batch in self.batches:
+            idle = [slot for slot in batch.slots if slot.state is State.IDLE]
+            whole = batch.host.whole_batch
+            if not idle or batch.resetting or (whole and len(idle) < len(batch.slots)):
+                continue
+            granted = self.flow.grant(len(idle), self.config.flow.lease_s, all_or_none=whole)
+            if isinstance(granted, str):
+                self.worker.state = f"waiting: {granted}"
+                self._permit_wait_s = min(LONGEST_PERMIT_WAIT_S, self._permit_wait_s * 1.5)
+                break
+            self.worker.state = "running"
+            self._permit_wait_s = FIRST_PERMIT_WAIT_S
+            for slot, permit in zip(idle, granted, strict=False):
+                slot.begin(permit)
+                moved = True
+        self._next_permit_s = now_s + self._permit_wait_s
+        return moved
+
+    def _renew_and_ask_again(self) -> None:
+        now_s = time.monotonic()
+        if now_s < self._next_renewal_s:
+            return
+        self._next_renewal_s = now_s + self.config.flow.lease_s / 3
+        active = {s.permit.member: s for b in self.batches for s in b.active if s.permit is not None}
+        for member in self.flow.renew(list(active), self.config.flow.lease_s):
+            self.worker.say("expired", f"permit {member} is no longer held; its segment is dropped")
+            self._forget_request(active[member])
+            active[member].drop()
+        for slot in active.values():
+            slot.renew()
+        if not self.replies.renew():
+            self.replies.open()
+        overdue_s = now_s - self.config.flow.reply_deadline_s
+        for identity, asked in list(self._asked.items()):
+            if asked.since_s < overdue_s:
+                self._ask_again(identity, asked)
+
+    def _ask_again(self, identity: str, asked: _Asked) -> None:
+        """The same request under the same id, if it is gone from the stream."""
+        asked.since_s = time.monotonic()
+        if self.worker.client.xrange(self.keys.obs_requests, asked.entry, asked.entry):
+            deadline_s = self.config.flow.reply_deadline_s
+            self.worker.say("waiting", f"request {identity} has no reply for {deadline_s:g} s: no generator serves it")
+            return
+        assert asked.slot.request is not None
+        self._outbox[identity] = (asked.slot, asked.slot.request)
+        self.worker.say("asked again", f"request {identity} was lost from the stream; sent again")
+
+    def _forget_request(self, slot: Slot) -> None:
+        if slot.request is not None:
+            self._asked.pop(str(slot.request.id), None)
+            self._outbox.pop(str(slot.request.id), None)
+
+    def _abort(self, slot: Slot, cause: str | None) -> None:
+        self._forget_request(slot)
+        if slot.permit is not None:
+            # Should this word be lost with the connection, the permit's lease returns it.
+            self._to_abort.append(slot.permit.member)
+            self.meter.count("aborted")
+            if cause is not None:
+                self.worker.say("aborted", f"segment {slot.permit.member}: {cause}")
+        slot.drop()
+
+
+def choose_lane(config: Config, worker: Worker) -> Lane | None:
+    """The lane for observations too large to go inline; None keeps everything inline."""
+    wanted: Literal["auto", "inline", "shm", "redis"] = config.broker.lane
+    redis_lane = RedisLane(worker.client, worker.keys.blob, BLOB_LIFETIME_S)
+    if wanted == "inline":
+        return None
+    if wanted == "redis":
+        return redis_lane
+    reason = shm_usable(0)
+    if wanted == "auto" and reason is None and not is_local(worker.url):
+        reason = "the server may be on another host"
+    if reason is None:
+        return ShmLane(shm_folder(worker.keys.run, worker.url))
+    if wanted == "shm":
+        raise PayloadUnreachable(f"broker.lane is shm, but {reason}; use redis")
+    worker.say("lane", f"observations travel through Redis: {reason}")
+    return redis_lane
+
+
+def is_local(url: str) -> bool:
+    """Whether a server URL names this host for certain."""
+    return url.startswith("unix://") or any(f"{name}:" in url.rpartition("@")[2] for name in ("127.0.0.1", "localhost"))
+
+
+class ReplyThread:
+    """Blocks on the reply stream, so that the main loop can wait for replies and environments alike."""
+
+    def __init__(self, replies: Replies) -> None:
+        self._replies = replies
+        self._error: Exception | None = None
+        self._queue: SimpleQueue[dict[bytes, bytes]] = SimpleQueue()
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        self._waker, self.waitable = theirs, Connection(ours.detach())
+        threading.Thread(target=self._run, name="replies", daemon=True).start()
+
+    def drain(self) -> list[dict[bytes, bytes]]:
+        """Replies that came since the last call; never waits. Raises what ended the thread."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.waitable.fileno(), 4096)
+        if self._error is not None:
+            raise self._error
+        found = []
+        while True:
+            try:
+                found.append(self._queue.get_nowait())
+            except Empty:
+                return found
+
+    def _run(self) -> None:
+        try:
+            while True:
+                try:
+                    replies = self._replies.read(int(BLOCK_S * 1000))
+                except (*UNREACHABLE, OUT_OF_MEMORY):
+                    time.sleep(0.2)
+                    continue
+                for reply in replies:
+                    self._queue.put(reply)
+                if replies:
+                    self._waker.send(b"!")
+        except Exception as exc:
+            self._error = exc
+            self._waker.send(b"!")
+
+
+def make_hosts(config: Config, make: Callable[[Config, int], Host]) -> list[Host]:
+    """One host per environment batch."""
+    rows = config.simulators.slots * config.simulators.envs_per_slot
+    hosts: list[Host] = []
+    try:
+        for _ in range(config.simulators.env_batches):
+            hosts.append(make(config, rows))
+    except BaseException:
+        for host in hosts:
+            host.close()
+        raise
+    return hosts
+
+
+def serve(worker: Worker, config: Config) -> None:
+    """The main loop of a simulator process: until drained, stopped, or its environments keep failing."""
+    simulator = Simulator(worker, config, make_hosts(config, ProcessHost))
+    try:
+        worker.patiently(simulator.open)
+        thread = ReplyThread(Replies(worker.connect(), Keys(worker.keys.run).actions(worker.id)))
+        drain_until_s: float | None = None
+
+        def work() -> bool:
+            worker.beat()
+            return simulator.step(replies)
+
+        while not worker.stopping:
+            replies = thread.drain()
+            moved = worker.patiently(work)
+            if worker.draining:
+                drain_until_s = drain_until_s or time.monotonic() + config.flow.drain_deadline_s
+                if simulator.idle or time.monotonic() > drain_until_s:
+                    break
+            if not moved:
+                with worker.meter.busy("waiting"):
+                    hosts = [waitable for batch in simulator.batches for waitable in batch.host.waitables()]
+                    wait([thread.waitable, *hosts], timeout=simulator.patience_s())
+    finally:
+        simulator.close()
+
+
+def main() -> None:
+    run_process("simulator", serve)
+
+
+if __name__ == "__main__":
+    main()

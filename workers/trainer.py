@@ -1,0 +1,367 @@
+"""The trainer: takes segments, updates the policy, publishes weights, commits.
+
+`step()` reads what has arrived and, once B segments are in, does one update: train → upload chunks → commit (one
+script: weights entry, new update, segments gone) → checkpoint. Whatever crashes in between is repeated by the next
+trainer, whose epoch fences this one off.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vla_stream.broker.connection import Client
+from vla_stream.broker.lanes import PayloadReader, shm_folder
+from vla_stream.broker.queue import Entry, WorkQueue
+from vla_stream.config import Config
+from vla_stream.environments.protocol import Specification
+from vla_stream.errors import BadMessage, InputError, PayloadUnreachable, RunFailed
+from vla_stream.flow import Consumed
+from vla_stream.learning import checkpoint, cloning
+from vla_stream.learning.samples import Prepared
+from vla_stream.learning.segments import Segment
+from vla_stream.learning.update import Learner, LearnerState, UpdateResult
+from vla_stream.policies.protocol import Policy
+from vla_stream.streams.keys import TRAINERS
+from vla_stream.streams.notices import dead_letter
+from vla_stream.streams.trajectories import Trajectory, parse_member
+from vla_stream.streams.weights import WeightsManifest
+from workers.models import await_specification, keep_chunks, make_policy, publish_chunks, to_bytes, torch_device
+from workers.outcomes import EpisodeOutcomes
+from workers.worker import BLOCK_S, Worker, run_process
+
+UNCOMMITTED_CHUNKS_S = 3600.0
+OLD_CHUNKS_S = 60.0
+SAY_WAITING_S = 20.0
+CHECKPOINTS = "checkpoints"
+DEMONSTRATIONS = "demos.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A segment that this trainer has taken and not yet trained."""
+
+    entry: Entry
+    trajectory: Trajectory
+    segment: Segment
+    prepared: Prepared
+
+    @property
+    def consumed(self) -> Consumed:
+        return Consumed(self.entry.id, self.trajectory.member)
+
+
+class Trainer:
+    """One trainer rank."""
+
+    def __init__(self, worker: Worker, config: Config, learner: Learner) -> None:
+        self.worker, self.config, self.learner = worker, config, learner
+        self.client, self.flow, self.meter = worker.client, worker.flow, worker.meter
+        self.queue = WorkQueue(
+            self.client, self.flow.scripts, worker.keys.trajectories, TRAINERS, worker.id, config.flow.lease_s
+        )
+        self.reader = PayloadReader(self.client, worker.keys.blob, shm_folder(worker.keys.run, worker.url))
+        self.folder = config.run_dir / CHECKPOINTS
+        self.update, self.version, self.epoch = 0, 0, 0
+        self.outcomes = EpisodeOutcomes()
+        self._held: dict[str, _Held] = {}
+        self._manifest: WeightsManifest | None = None
+        self._trained = self._skipped = 0
+        self._skipped_in_a_row = 0
+        self._checkpointed = -1
+        self._last_data_s = time.monotonic()
+        self._waiting_since_s = time.monotonic()
+
+    @property
+    def done(self) -> bool:
+        """All updates of the config are committed."""
+        return self.update >= self.config.updates
+
+    def start(self) -> None:
+        """Load the newest checkpoint (or make the first), take the run over, publish its weights as a new version."""
+        found, warnings = checkpoint.newest(self.folder)
+        for warning in warnings:
+            self.worker.say("checkpoint", warning)
+        trained = skipped = 0
+        if found is not None:
+            self.learner.load_state(LearnerState(found.update, found.policy, found.optimiser))
+            self.update, self._checkpointed = found.update, found.update
+            trained, skipped = int(found.meta["trained"]), int(found.meta["skipped"])
+        state = self.flow.state()
+        if state is None:
+            raise InputError(f"run {self.worker.keys.run}: not on this server; start it with `vla-stream run`")
+        self.version, self.epoch = state.version + 1, state.epoch + 1
+        manifest, chunks = self._describe_weights()
+        publish_chunks(self.client, self.worker.keys, manifest, chunks, UNCOMMITTED_CHUNKS_S)
+        self.flow.resume(state.epoch, self.update, self.version, trained, skipped, manifest.to_fields())
+        keep_chunks(self.client, self.worker.keys, manifest, None, OLD_CHUNKS_S)
+        self._manifest = manifest
+        books = self.flow.books()
+        self._trained, self._skipped = books.outcomes["trained"], books.outcomes["skipped"]
+        if found is None or (self._trained, self._skipped) != (trained, skipped):
+            self._save_checkpoint()
+        elif state.update > self.update:
+            self.worker.say(
+                "rolled back", f"{state.update - self.update} updates after checkpoint {self.update} are repeated"
+            )
+        self.worker.version, self.worker.progress = self.version, self.update
+        for entry in self.queue.recover():
+            self._take(entry)
+
+    def step(self, block_ms: int | None) -> bool:
+        """Read what has arrived, then one update if its segments are in; True when one was committed."""
+        if self.done:
+            return False
+        self._collect(block_ms)
+        chosen = self._choose()
+        if not chosen:
+            self._name_what_is_missing()
+            return False
+        self._update(chosen)
+        return True
+
+    def close(self) -> None:
+        """Leave a checkpoint of the last update."""
+        if self._checkpointed != self.update:
+            self._save_checkpoint()
+
+    # ---- taking segments
+
+    def _collect(self, block_ms: int | None) -> None:
+        # In ticket order everything that is outstanding may come first; else no more than this update needs, so that
+        # π_prox and V are computed once, by the weights they are meant for.
+        in_order = self.config.flow.order == "ticket"
+        limit = self.config.trainer.segments_per_update * (1 + self.config.flow.max_staleness if in_order else 1)
+        missing = limit - len(self._held)
+        if missing > 0:
+            for entry in self.queue.read(missing, block_ms):
+                self._take(entry)
+
+    def _take(self, entry: Entry) -> None:
+        try:
+            trajectory = Trajectory.from_fields(entry.fields)
+            staleness = self.version - trajectory.version
+            if staleness > self.config.flow.stale_limit_versions:
+                self._refuse(entry, trajectory, "refused", f"staleness {staleness} is above flow.stale_limit")
+                return
+            segment = trajectory.load(self.reader.read)
+        except PayloadUnreachable as exc:
+            self._refuse(entry, trajectory, "refused", str(exc))
+            return
+        except BadMessage as exc:
+            self._poisoned(entry, str(exc))
+            return
+        self._last_data_s = time.monotonic()
+        with self.meter.busy("prepare"):
+            prepared = self.learner.prepare(segment)
+        self._held[trajectory.member] = _Held(entry, trajectory, segment, prepared)
+        self.meter.count("segments")
+
+    def _choose(self) -> list[_Held]:
+        """The B segments of the next update, or none while they are not all here."""
+        count = self.config.trainer.segments_per_update
+        if len(self._held) < count:
+            return []
+        if self.config.flow.order == "arrival":
+            return list(self._held.values())[:count]
+        members = self.flow.ready_in_order(count)
+        return [self._held[member] for member in members] if all(m in self._held for m in members) else []
+
+    def _refuse(self, entry: Entry, trajectory: Trajectory, counter: str, reason: str) -> None:
+        assert counter in ("refused", "poisoned")
+        self.flow.refuse(Consumed(entry.id, trajectory.member), "refused")
+        self._remove_payloads(trajectory)
+        self.meter.count(counter)
+        self.worker.say(counter, f"segment {trajectory.member}: {reason}; its ticket is given out again")
+
+    def _poisoned(self, entry: Entry, reason: str) -> None:
+        keys, worker = self.worker.keys, self.worker.id
+        dead_letter(self.client, keys, worker, self.queue.stream, entry.id, entry.fields, reason, entry.deliveries)
+        self.meter.count("poisoned")
+        try:
+            ticket, attempt = parse_member(entry.fields.get(b"ticket", b"").decode())
+        except (BadMessage, UnicodeDecodeError):
+            self.queue.done([entry.id])
+        else:
+            self.flow.refuse(Consumed(entry.id, f"{ticket}.{attempt}"), "poisoned")
+
+    def _remove_payloads(self, trajectory: Trajectory) -> None:
+        references = trajectory.references()
+        if references:
+            self.reader.remove(references[0])
+
+    # ---- updating
+
+    def _update(self, chosen: list[_Held]) -> None:
+        waited_s = time.monotonic() - self._waiting_since_s
+        started_s = time.monotonic()
+        # In ticket order segments may have been taken before the last commit: their π_prox and V are then too old.
+        current = self.learner.updates_done
+        prepared = [h.prepared if h.prepared.update == current else self.learner.prepare(h.segment) for h in chosen]
+        staleness = [self.version - held.trajectory.version for held in chosen]
+        with self.meter.busy("update"):
+            result = self.learner.update(prepared, self.version)
+        self._note_skip(result, chosen)
+        self._commit(chosen, skipped=result.skipped is not None)
+        trained = sum(int(held.segment.executed.sum()) for held in chosen)
+        self.outcomes.add(episode for held in chosen for episode in held.trajectory.episodes)
+        sample = {
+            "update": self.update,
+            "version": self.version,
+            "trained_env_steps": trained,
+            "samples": result.samples,
+            "staleness": sum(staleness) / len(staleness),
+            "staleness_max": max(staleness),
+            "above_eta": sum(s > self.config.flow.max_staleness for s in staleness) / len(staleness),
+            "skipped": float(result.skipped is not None),
+            "update_s": time.monotonic() - started_s,
+            "wait_s": waited_s,
+            **self.outcomes.summary(self.version),
+            **result.metrics,
+        }
+        self.worker.emit("update", sample)
+        if self.done or self.update % self.config.trainer.checkpoint_every == 0:
+            self._save_checkpoint()
+        self._waiting_since_s = self._last_data_s = time.monotonic()
+
+    def _note_skip(self, result: UpdateResult, chosen: list[_Held]) -> None:
+        if result.skipped is None:
+            self._skipped_in_a_row = 0
+            return
+        self._skipped_in_a_row += 1
+        members = ", ".join(held.trajectory.member for held in chosen[:8])
+        self.worker.say("skipped", f"update {self.update + 1} changed nothing ({result.skipped}); segments {members}")
+        if self._skipped_in_a_row >= self.config.trainer.max_skipped_in_a_row:
+            raise RunFailed(
+                f"{self._skipped_in_a_row} updates in a row were skipped, last: {result.skipped}; "
+                f"checkpoint {self._checkpointed} is the last good one; lower trainer.learning_rate"
+            )
+
+    def _commit(self, chosen: list[_Held], *, skipped: bool) -> None:
+        previous = self._manifest
+        self.version += 1
+        self.update += 1
+        manifest, chunks = self._describe_weights()
+
+        def publish() -> bool:
+            publish_chunks(self.client, self.worker.keys, manifest, chunks, UNCOMMITTED_CHUNKS_S)
+            consumed = [held.consumed for held in chosen]
+            self.flow.commit(self.epoch, self.update - 1, self.version, consumed, manifest.to_fields(), skipped=skipped)
+            keep_chunks(self.client, self.worker.keys, manifest, previous, OLD_CHUNKS_S)
+            return True
+
+        # After a lost reply the script answers `repeat`: trying again is harmless, giving up would lose an update.
+        if self.worker.patiently(publish) is None:
+            raise RunFailed(f"{self.worker.id}: told to end while Redis was unreachable; update {self.update} is void")
+        self._manifest = manifest
+        for held in chosen:
+            del self._held[held.trajectory.member]
+            self._remove_payloads(held.trajectory)
+        self._trained += 0 if skipped else len(chosen)
+        self._skipped += len(chosen) if skipped else 0
+        self.worker.version, self.worker.progress = self.version, self.update
+
+    def _describe_weights(self) -> tuple[WeightsManifest, list[bytes]]:
+        return WeightsManifest.describe(
+            self.version, self.update, self.epoch, to_bytes(self.learner.policy.state_dict())
+        )
+
+    def _save_checkpoint(self) -> None:
+        state = self.learner.state()
+        meta = {"run": self.config.name, "trained": self._trained, "skipped": self._skipped}
+        try:
+            checkpoint.save(self.folder, self.update, self.version, state.policy, state.optimiser, meta)
+            checkpoint.prune(self.folder, self.config.trainer.keep_checkpoints, protected=(f"{0:06d}",))
+        except OSError as exc:
+            # A full disk must not end a run that could go on for hours (F47).
+            self.worker.say("checkpoint", f"{self.folder}: not written ({exc.strerror}); the run goes on without")
+            return
+        self._checkpointed = self.update
+
+    def _name_what_is_missing(self) -> None:
+        if time.monotonic() - self._last_data_s < SAY_WAITING_S:
+            return
+        self._last_data_s = time.monotonic()
+        roles = live_roles(self.client, self.worker.keys.workers_pattern)
+        missing = [role for role in ("simulator", "generator") if not roles.get(role)]
+        if self.worker.desired != "running":
+            return
+        reason = (
+            f"no {' and no '.join(missing)} is alive" if missing else "all roles are alive; see `vla-stream status`"
+        )
+        self.worker.say("waiting", f"trainer has no data for {SAY_WAITING_S:g} s: {reason}")
+
+
+def live_roles(client: Client, pattern: str) -> dict[str, int]:
+    """Live workers per role."""
+    roles: dict[str, int] = {}
+    for key in client.scan_iter(match=pattern, count=500):
+        role = client.hget(key, "role")
+        if role is not None:
+            roles[role.decode()] = roles.get(role.decode(), 0) + 1
+    return roles
+
+
+def make_learner(
+    config: Config, specification: Specification, device: torch.device, tell: Callable[[str], None]
+) -> Learner:
+    """Policy and optimiser before the first update: from `policy.init_from`, by pre-training, or random.
+
+    A checkpoint of the run itself is not looked at here. Raises InputError."""
+    policy = make_policy(config, specification, device)
+    needs_start = checkpoint.newest(config.run_dir / CHECKPOINTS)[0] is None
+    if needs_start and config.policy.init_from is not None:
+        load_policy(policy, config.policy.init_from)
+    elif needs_start and config.pretrain is not None:
+        path = config.pretrain.demos or config.run_dir / DEMONSTRATIONS
+        demonstrations, scenes = cloning.load_demonstrations(
+            path, config.environment.name, config.policy.chunk, specification
+        )
+        started_s = time.monotonic()
+        figures = cloning.warm_start(policy, demonstrations, scenes, config.pretrain)
+        shown = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
+        tell(f"warm start in {time.monotonic() - started_s:.1f} s: {shown}")
+    return Learner(policy, config.algorithm, config.trainer, config.seed, device)
+
+
+def load_policy(policy: Policy, folder: Path) -> None:
+    """The policy of a checkpoint folder, without its optimiser. Raises InputError."""
+    state: dict[str, Tensor] = dict(checkpoint.load(folder).policy)
+    try:
+        policy.load_state_dict(state)
+    except (RuntimeError, KeyError) as exc:
+        reason = " ".join(str(exc).split())[:300]
+        raise InputError(f"{folder}: its weights belong to another policy ({reason}); use that one's config") from exc
+
+
+def serve(worker: Worker, config: Config) -> None:
+    """The main loop of a trainer process: until all updates are done, or drained."""
+    torch.set_num_threads(config.trainer.threads)
+    specification = await_specification(worker)
+    if specification is None:
+        return
+    device = torch_device(worker.device or config.trainer.device)
+    worker.device, worker.state = str(device), "warm start"
+    worker.patiently(worker.beat)
+    learner = make_learner(config, specification, device, lambda text: worker.say("warm start", text))
+    trainer = Trainer(worker, config, learner)
+    worker.patiently(trainer.start)
+    worker.state = "running"
+    while not trainer.done and not worker.draining:
+        worker.patiently(worker.beat)
+        with worker.meter.busy("loop"):
+            worker.patiently(lambda: trainer.step(int(BLOCK_S * 1000 / 4)))
+    trainer.close()
+
+
+def main() -> None:
+    run_process("trainer", serve)
+
+
+if __name__ == "__main__":
+    main()

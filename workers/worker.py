@@ -1,0 +1,188 @@
+"""What every worker process shares: its name, its hash in Redis, the desired state, signals, samples, waiting for Redis.
+
+Liveness is progress: the main loop calls `beat()`, no thread does it for a loop that is stuck.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import TypeVar
+
+from vla_stream import config as configs
+from vla_stream.broker.connection import OUT_OF_MEMORY, UNREACHABLE, Backoff, Client, check_server, connect
+from vla_stream.broker.scripts import CLAIM_WORKER, RELEASE_WORKER
+from vla_stream.config import Config
+from vla_stream.errors import Expired, InputError, RunFailed, VlaStreamError
+from vla_stream.flow import Desired, Flow
+from vla_stream.metrics import Meter
+from vla_stream.streams import notices
+from vla_stream.streams.keys import Keys
+from workers.lifeline import die_with_parent, orphaned
+
+BEAT_S = 1.0
+TTL_S = 60.0  # longer than any single step of a healthy main loop, so that a long update is not taken for a death
+BLOCK_S = 1.0  # longest BLOCK of any worker's connection
+SAMPLES_KEPT = 20_000
+
+Answer = TypeVar("Answer")
+
+
+class Worker:
+    """One live worker of a run."""
+
+    def __init__(self, role: str, worker_id: str, token: str, run: str, url: str, parent: int | None = None) -> None:
+        self.role, self.id, self.token, self.url, self.parent = role, worker_id, token, url, parent
+        self.keys = Keys(run)
+        self.client = self.connect()
+        self.flow = Flow(self.client, self.keys)
+        self.meter = Meter()
+        self.desired: Desired = "running"
+        self.update = 0
+        self.version = 0
+        self.state = "starting"
+        self.device = ""
+        self.progress = 0
+        self._signals = 0
+        self._next_beat_s = 0.0
+        self._started_ms = int(time.time() * 1000)
+
+    def connect(self) -> Client:
+        """One more connection, for a thread of its own."""
+        return connect(self.url, name=self.id, block_s=BLOCK_S)
+
+    def load_config(self) -> Config:
+        """The run's config, as its launcher left it in Redis."""
+        return configs.Config.model_validate_json(self.flow.config_json())
+
+    @property
+    def draining(self) -> bool:
+        """Finish what is begun, begin nothing new, then end."""
+        return self._signals > 0 or self.desired in ("draining", "stopped")
+
+    @property
+    def stopping(self) -> bool:
+        """End now."""
+        return self._signals > 1 or self.desired == "stopped"
+
+    def claim(self) -> None:
+        """Take the name. Raises InputError when a live worker has it (F53)."""
+        if not self._write_hash():
+            raise InputError(
+                f"worker {self.id}: the name is taken by a live worker of run {self.keys.run}; use another"
+            )
+
+    def beat(self) -> None:
+        """Called from the main loop, as often as it likes: once a second it shows progress and reads the desired state.
+
+        Raises Expired when another process took this worker's name over."""
+        now_s = time.monotonic()
+        if now_s < self._next_beat_s:
+            return
+        self._next_beat_s = now_s + BEAT_S
+        if self.parent is not None and orphaned(self.parent):
+            raise Expired(f"{self.id}: the process that started this worker is gone")
+        if not self._write_hash():
+            raise Expired(f"{self.id}: another process took this worker's name over")
+        state = self.flow.state()
+        if state is not None:
+            self.desired, self.update = state.desired, state.update
+        self.emit("second", self.meter.sample())
+
+    def emit(self, kind: str, sample: dict[str, float]) -> None:
+        """One entry of the `metrics` stream."""
+        fields: dict[bytes | str, bytes | str | int | float] = {"worker": self.id, "role": self.role, "kind": kind}
+        fields |= {name: f"{value:.8g}" for name, value in sample.items()}
+        self.client.xadd(self.keys.metrics, fields, maxlen=SAMPLES_KEPT, approximate=True)
+
+    def say(self, kind: str, sentence: str) -> None:
+        """An event for people, also in this worker's log."""
+        print(f"{time.strftime('%H:%M:%S')} {self.id} {kind}: {sentence}", file=sys.stderr, flush=True)
+        with contextlib.suppress(*UNREACHABLE, OUT_OF_MEMORY):
+            notices.say(self.client, self.keys, self.id, kind, sentence)
+
+    def release(self) -> None:
+        """Give the name back."""
+        with contextlib.suppress(*UNREACHABLE):
+            self.flow.scripts.call(RELEASE_WORKER, [self.keys.worker(self.id)], [self.token])
+
+    def on_signal(self, *_: object) -> None:
+        """SIGTERM or SIGINT: the first drains, the second stops."""
+        self._signals += 1
+
+    def patiently(self, call: Callable[[], Answer]) -> Answer | None:
+        """`call()`, waiting while Redis is unreachable or full (F23); None when told to stop meanwhile."""
+        backoff = Backoff()
+        while True:
+            try:
+                return call()
+            except (*UNREACHABLE, OUT_OF_MEMORY) as exc:
+                if backoff.failures == 0:
+                    print(f"{self.id}: Redis: {exc}; waiting for it", file=sys.stderr, flush=True)
+                if self.parent is not None and orphaned(self.parent):
+                    raise Expired(f"{self.id}: the process that started this worker is gone") from exc
+                if self._signals > 0:
+                    return None
+                time.sleep(backoff.next_s())
+
+    def _write_hash(self) -> bool:
+        fields = {
+            "role": self.role,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "device": self.device,
+            "version": self.version,
+            "state": "draining" if self.draining else self.state,
+            "progress": self.progress,
+            "started_ms": self._started_ms,
+        }
+        flat = [item for pair in fields.items() for item in pair]
+        answer = self.flow.scripts.call(
+            CLAIM_WORKER, [self.keys.worker(self.id)], [self.token, int(TTL_S * 1000), *flat]
+        )
+        return bool(answer)
+
+
+def run_process(role: str, body: Callable[[Worker, Config], None]) -> None:
+    """The frame of a worker process: `python -m workers.<role> RUN ID`, the rest in VLA_STREAM_* variables.
+
+    Exit codes: 0 finished or drained, 2 bad input, 1 anything else (the supervisor restarts it)."""
+    run, worker_id = sys.argv[1:3]
+    parent = int(os.environ.get("VLA_STREAM_PARENT", "0")) or None
+    if parent is not None:
+        die_with_parent(parent)
+    code = 1
+    try:
+        worker = Worker(role, worker_id, os.environ["VLA_STREAM_TOKEN"], run, os.environ["VLA_STREAM_REDIS"], parent)
+        worker.device = os.environ.get("VLA_STREAM_DEVICE", "")
+        signal.signal(signal.SIGTERM, worker.on_signal)
+        signal.signal(signal.SIGINT, worker.on_signal)
+        check_server(worker.client)
+        worker.claim()
+        try:
+            config = worker.load_config()
+            worker.say("started", f"{role} {worker_id} started, pid {os.getpid()}")
+            body(worker, config)
+            worker.say("ended", f"{role} {worker_id} ended as asked")
+            code = 0
+        finally:
+            worker.release()
+    except InputError as exc:
+        print(f"{worker_id}: {exc}", file=sys.stderr, flush=True)
+        code = 2
+    except (Expired, RunFailed) as exc:
+        print(f"{worker_id}: {exc}", file=sys.stderr, flush=True)
+    except VlaStreamError as exc:
+        traceback.print_exc()
+        print(f"{worker_id}: {exc}", file=sys.stderr, flush=True)
+    except Exception:
+        traceback.print_exc()
+    sys.stderr.flush()
+    # Threads that block in C (a hung device, a socket) must not keep a finished process alive.
+    os._exit(code)
