@@ -20,7 +20,7 @@ import stat
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from vla_stream.broker.codec import MAX_PACKET_BYTES, digest_of
 from vla_stream.broker.connection import Client
@@ -45,6 +45,9 @@ class Lane(Protocol):
 
     def remove(self, segment: str) -> None:
         """Forget all bytes of the segment. Idempotent."""
+
+    def release(self, segment: str) -> None:
+        """The segment is published: write no more, and leave its bytes to their readers."""
 
 
 def segment_name(ticket: int, attempt: int) -> str:
@@ -170,7 +173,7 @@ class PayloadReader:
             os.close(descriptor)
 
     def _redis(self, segment: str, place: int) -> bytes:
-        data = self.client.hget(self.key_of(segment), str(place))
+        data: Any = self.client.hget(self.key_of(segment), str(place))
         if data is None:
             raise PayloadUnreachable(
                 f"{self.key_of(segment)}: field {place} is gone (expired, or its segment was removed)"

@@ -57,9 +57,12 @@ class WorkQueue:
         return self._with_deliveries(_entries(reply))
 
     def read(self, count: int, block_ms: int | None = None) -> list[Entry]:
-        """Up to `count` new entries. block_ms None: do not wait. Creates the group when a flush removed it."""
+        """Up to `count` new entries. block_ms None or 0: do not wait. Creates the group when a flush removed it."""
         try:
-            reply = self.client.xreadgroup(self.group, self.consumer, {self.stream: ">"}, count=count, block=block_ms)
+            # To Redis, BLOCK 0 means for ever.
+            reply = self.client.xreadgroup(
+                self.group, self.consumer, {self.stream: ">"}, count=count, block=block_ms or None
+            )
         except ResponseError as exc:
             # A flush while blocked says UNBLOCKED, one before says NOGROUP (F10, F11).
             if not str(exc).startswith(("NOGROUP", "UNBLOCKED")):
@@ -74,9 +77,12 @@ class WorkQueue:
         return first + self.read(count - 1) if first and count > 1 else first
 
     def take_over(self, count: int) -> list[Entry]:
-        """Entries whose owner let their lease pass; they are ours now. Continues from its own cursor (F18)."""
+        """Entries whose owner let their lease pass; they are ours now. Continues from its own cursor (F18).
+
+        Our own entries come back as well when they were not renewed in time: the caller drops what it still works on.
+        """
         try:
-            reply = self.client.xautoclaim(
+            reply: Any = self.client.xautoclaim(
                 self.stream, self.group, self.consumer, self.lease_ms, start_id=self._take_over_cursor, count=count
             )
         except ResponseError as exc:
@@ -89,7 +95,14 @@ class WorkQueue:
 
     def renew(self, ids: Sequence[str]) -> int:
         """Renew the lease of those entries that are still ours (F14); returns how many are."""
-        return int(self.scripts.call(RENEW, [self.stream], [self.group, self.consumer, *ids])) if ids else 0
+        if not ids:
+            return 0
+        try:
+            return int(self.scripts.call(RENEW, [self.stream], [self.group, self.consumer, *ids]))
+        except ResponseError as exc:
+            if not str(exc).startswith("NOGROUP"):
+                raise
+            return 0  # Flushed: nothing is anybody's. The next read creates the group again.
 
     def done(self, ids: Sequence[str]) -> None:
         """Acknowledge and delete. Call it after the result is published: a crash in between redelivers."""
@@ -106,9 +119,16 @@ class WorkQueue:
     def sweep_consumers(self, idle_ms: int) -> int:
         """Delete consumers that were idle for long and hold nothing (F12, F13); returns how many."""
         removed = 0
-        for consumer in self.client.xinfo_consumers(self.stream, self.group):
-            if consumer["idle"] > idle_ms and consumer["pending"] == 0 and consumer["name"].decode() != self.consumer:
-                arguments = [self.group, consumer["name"], idle_ms]
+        try:
+            consumers: Any = self.client.xinfo_consumers(self.stream, self.group)
+        except ResponseError as exc:
+            if "no such key" not in str(exc) and not str(exc).startswith("NOGROUP"):
+                raise
+            return 0
+        for consumer in consumers:
+            name = bytes(consumer["name"])
+            if consumer["idle"] > idle_ms and consumer["pending"] == 0 and name != self.consumer.encode():
+                arguments = [self.group, name, idle_ms]
                 removed += int(self.scripts.call(SWEEP_CONSUMER, [self.stream], arguments))
         return removed
 
@@ -116,7 +136,7 @@ class WorkQueue:
         if not entries:
             return []
         low, high = entries[0].id, entries[-1].id
-        pending = self.client.xpending_range(
+        pending: Any = self.client.xpending_range(
             self.stream, self.group, min=low, max=high, count=4 * len(entries) + 16, consumername=self.consumer
         )
         times = {item["message_id"].decode(): int(item["times_delivered"]) for item in pending}

@@ -1,0 +1,295 @@
+"""Payload lanes: written once, read by reference, removed with their segment; a reader trusts no reference (F28)."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from vla_stream.broker import lanes
+from vla_stream.broker.codec import MAX_PACKET_BYTES, digest_of
+from vla_stream.broker.connection import Client
+from vla_stream.broker.lanes import (
+    PayloadReader,
+    RedisLane,
+    ShmLane,
+    parse_reference,
+    segment_name,
+    shm_folder,
+    shm_usable,
+    sweep,
+)
+from vla_stream.errors import BadMessage, PayloadUnreachable
+from vla_stream.streams.keys import Keys
+
+DATA = [os.urandom(1000), os.urandom(37), os.urandom(64)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "lane"
+
+
+@pytest.fixture
+def keys(run_name: str) -> Keys:
+    return Keys(run_name)
+
+
+@pytest.fixture
+def reader(client: Client, keys: Keys, folder: Path) -> PayloadReader:
+    return PayloadReader(client, keys.blob, folder)
+
+
+@pytest.fixture(params=["shm", "redis"])
+def lane(request: pytest.FixtureRequest, client: Client, keys: Keys, folder: Path) -> Iterator[ShmLane | RedisLane]:
+    yield ShmLane(folder) if request.param == "shm" else RedisLane(client, keys.blob, lifetime_s=3600)
+
+
+Either = ShmLane | RedisLane
+
+
+def test_every_write_of_a_segment_can_be_read_by_its_reference(lane: Either, reader: PayloadReader) -> None:
+    segment = segment_name(17, 1)
+    references = [lane.write(segment, place, data) for place, data in enumerate(DATA)]
+    assert [bytes(reader.read(reference)) for reference in reversed(references)] == DATA[::-1]
+
+
+def test_a_reference_reads_like_its_documentation(lane: Either) -> None:
+    segment = segment_name(17, 2)
+    name, where, place, size, digest = lane.write(segment, 0, DATA[0]).split(":")
+    assert (name, where, place, size) == (lane.name, segment, "0", "1000")
+    assert digest == digest_of(DATA[0])
+
+
+def test_bytes_stay_readable_after_release_and_are_gone_after_remove(lane: Either, reader: PayloadReader) -> None:
+    segment = segment_name(1, 1)
+    reference = lane.write(segment, 0, DATA[0])
+    lane.release(segment)
+    assert bytes(reader.read(reference)) == DATA[0]
+    lane.remove(segment)
+    lane.remove(segment)
+    with pytest.raises(PayloadUnreachable):
+        reader.read(reference)
+
+
+def test_a_reader_can_remove_the_segment_that_a_reference_belongs_to(lane: Either, reader: PayloadReader) -> None:
+    segment = segment_name(1, 1)
+    first, second = lane.write(segment, 0, DATA[0]), lane.write(segment, 1, DATA[1])
+    reader.remove(first)
+    reader.remove(first)
+    with pytest.raises(PayloadUnreachable):
+        reader.read(second)
+
+
+def test_segments_of_one_lane_do_not_meet(lane: Either, reader: PayloadReader) -> None:
+    one, other = segment_name(1, 1), segment_name(2, 1)
+    kept, removed = lane.write(one, 0, DATA[0]), lane.write(other, 0, DATA[1])
+    lane.remove(other)
+    assert bytes(reader.read(kept)) == DATA[0]
+    with pytest.raises(PayloadUnreachable):
+        reader.read(removed)
+
+
+def test_a_ticket_number_given_out_again_by_a_flushed_server_gets_another_segment_name() -> None:
+    assert segment_name(5, 1) != segment_name(5, 1)
+
+
+def test_bytes_that_were_replaced_do_not_pass_for_the_referenced_ones(lane: Either, reader: PayloadReader) -> None:
+    segment = segment_name(1, 1)
+    reference = lane.write(segment, 0, DATA[0])
+    if isinstance(lane, ShmLane):
+        with (lane.folder / segment).open("r+b") as file:
+            file.write(b"other")
+    else:
+        lane.client.hset(lane.key_of(segment), "0", DATA[1])
+    with pytest.raises(BadMessage, match="other bytes than were referenced"):
+        reader.read(reference)
+
+
+# ---- shm
+
+
+def test_every_shm_write_starts_aligned_so_that_mapped_arrays_are(folder: Path) -> None:
+    lane, segment = ShmLane(folder), segment_name(1, 1)
+    offsets = [int(lane.write(segment, 0, data).split(":")[2]) for data in DATA]
+    assert offsets == [0, 1008, 1056]
+
+
+def test_shm_files_and_their_folder_are_private_to_the_user(folder: Path) -> None:
+    segment = segment_name(1, 1)
+    ShmLane(folder).write(segment, 0, b"x")
+    assert (folder / segment).stat().st_mode & 0o777 == 0o600
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_mapped_payload_stays_valid_after_its_file_is_removed(folder: Path, reader: PayloadReader) -> None:
+    lane, segment = ShmLane(folder), segment_name(1, 1)
+    view = reader.read(lane.write(segment, 0, DATA[0]))
+    lane.remove(segment)
+    assert bytes(view) == DATA[0]
+
+
+def test_neither_writing_nor_reading_shm_leaks_file_descriptors(folder: Path, reader: PayloadReader) -> None:
+    lane = ShmLane(folder)
+    before = len(os.listdir("/dev/fd"))
+    for ticket in range(20):
+        segment = segment_name(ticket, 1)
+        reference = lane.write(segment, 0, DATA[0])
+        assert bytes(reader.read(reference)) == DATA[0]
+        lane.release(segment) if ticket % 2 else lane.remove(segment)
+    assert len(os.listdir("/dev/fd")) == before
+
+
+def test_f28_a_full_shm_is_a_named_error_and_the_write_can_be_repeated(
+    folder: Path, reader: PayloadReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lane, segment = ShmLane(folder), segment_name(1, 1)
+    first = lane.write(segment, 0, DATA[0])
+
+    def full(descriptor: int, data: bytes, offset: int) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lanes.os, "pwrite", full)
+        with pytest.raises(PayloadUnreachable, match=f"{folder}: cannot write 37 bytes .*No space left"):
+            lane.write(segment, 1, DATA[1])
+    second = lane.write(segment, 1, DATA[1])
+    assert [bytes(reader.read(item)) for item in (first, second)] == DATA[:2]
+
+
+def test_f28_a_folder_that_cannot_be_made_is_a_named_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PayloadUnreachable, match="cannot create a segment file"):
+        ShmLane(tmp_path / "file").write(segment_name(1, 1), 0, b"x")
+
+
+def test_f28_a_reference_of_another_host_is_unreachable_and_not_damaged(folder: Path, reader: PayloadReader) -> None:
+    reference = ShmLane(folder.with_name("other host")).write(segment_name(1, 1), 0, b"x")
+    with pytest.raises(PayloadUnreachable, match="cannot be opened here"):
+        reader.read(reference)
+
+
+def test_f28_a_file_shorter_than_its_reference_is_refused_before_it_is_mapped(
+    folder: Path, reader: PayloadReader
+) -> None:
+    segment = segment_name(1, 1)
+    reference = ShmLane(folder).write(segment, 0, DATA[0])
+    os.truncate(folder / segment, 999)
+    with pytest.raises(BadMessage, match="file is shorter than the referenced 1000 bytes"):
+        reader.read(reference)
+
+
+def test_a_link_in_the_folder_is_not_followed(folder: Path, reader: PayloadReader, tmp_path: Path) -> None:
+    segment = segment_name(1, 1)
+    folder.mkdir()
+    (tmp_path / "secret").write_bytes(b"secret")
+    (folder / segment).symlink_to(tmp_path / "secret")
+    with pytest.raises(PayloadUnreachable):
+        reader.read(f"shm:{segment}:0:6:{digest_of(b'secret')}")
+    with pytest.raises(PayloadUnreachable):
+        ShmLane(folder).write(segment, 0, b"x")
+
+
+def test_the_sweep_removes_only_old_files_of_no_live_ticket(folder: Path) -> None:
+    lane = ShmLane(folder)
+    names = {member: f"{member}-0123abcd" for member in ("1.1", "1.2", "2.1", "3.1")}
+    for name in names.values():
+        lane.write(name, 0, b"x")
+    old = time.time() - 100
+    for member in ("1.1", "1.2", "2.1"):
+        os.utime(folder / names[member], (old, old))
+    lane.renew(names["2.1"])
+    assert sweep(folder, {"1.2"}, older_than_s=50) == 1
+    assert sorted(os.listdir(folder)) == sorted(names[member] for member in ("1.2", "2.1", "3.1"))
+
+
+def test_a_sweep_of_a_folder_that_does_not_exist_removes_nothing(folder: Path) -> None:
+    assert sweep(folder, set(), 0) == 0
+
+
+def test_renewing_or_removing_a_segment_that_is_gone_does_nothing(lane: Either) -> None:
+    lane.renew(segment_name(1, 1))
+    lane.remove(segment_name(1, 1))
+
+
+def test_shm_folders_of_two_servers_or_two_runs_differ() -> None:
+    assert len({shm_folder("a", "unix:///1"), shm_folder("a", "unix:///2"), shm_folder("b", "unix:///1")}) == 3
+    assert shm_folder("a", "unix:///1") == shm_folder("a", "unix:///1")
+
+
+def test_f28_shm_that_is_too_small_or_missing_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(lanes, "SHM_ROOT", tmp_path)
+    monkeypatch.setattr(lanes.shutil, "disk_usage", lambda _: SimpleNamespace(free=100 << 20))
+    assert shm_usable(36 << 20) is None
+    assert shm_usable((36 << 20) + 1) == f"{tmp_path} has 100 MiB free, this run may need 100 MiB"
+    monkeypatch.setattr(lanes, "SHM_ROOT", tmp_path / "none")
+    assert shm_usable(0) == f"{tmp_path / 'none'} is not a writable folder"
+
+
+# ---- redis
+
+
+def test_the_redis_lane_keeps_one_hash_per_segment_with_a_lifetime(client: Client, keys: Keys) -> None:
+    lane, segment = RedisLane(client, keys.blob, lifetime_s=3600), segment_name(17, 1)
+    for place, data in enumerate(DATA):
+        lane.write(segment, place, data)
+    key = keys.blob(segment)
+    assert client.hlen(key) == 3
+    assert 3_590_000 < client.pttl(key) <= 3_600_000
+
+
+def test_renewing_or_releasing_restores_the_whole_lifetime(client: Client, keys: Keys) -> None:
+    lane, segment = RedisLane(client, keys.blob, lifetime_s=3600), segment_name(17, 1)
+    lane.write(segment, 0, b"x")
+    for keep in (lane.renew, lane.release):
+        client.pexpire(keys.blob(segment), 10_000)
+        keep(segment)
+        assert client.pttl(keys.blob(segment)) > 3_590_000
+
+
+def test_f28_a_vanished_blob_is_unreachable_and_not_damaged(client: Client, keys: Keys, reader: PayloadReader) -> None:
+    lane, segment = RedisLane(client, keys.blob, lifetime_s=3600), segment_name(17, 1)
+    reference = lane.write(segment, 0, b"x")
+    client.delete(keys.blob(segment))
+    with pytest.raises(PayloadUnreachable, match="field 0 is gone"):
+        reader.read(reference)
+
+
+# ---- references
+
+
+@pytest.mark.parametrize(
+    "reference",
+    [
+        "",
+        "shm",
+        "http:17.1-5c0ffee0:0:10:0123456789abcdef",
+        "shm:../../etc/passwd:0:10:0123456789abcdef",
+        "shm:17.1-5c0ffee0/../x:0:10:0123456789abcdef",
+        "shm:17.1-5C0FFEE0:0:10:0123456789abcdef",
+        "shm:17.1-5c0ffee0:-1:10:0123456789abcdef",
+        "shm:17.1-5c0ffee0:0:10:0123456789abcde",
+        "shm:17.1-5c0ffee0:0:10:0123456789abcdef\n",
+        f"redis:17.1-5c0ffee0:0:{MAX_PACKET_BYTES + 1}:0123456789abcdef",
+        "shm:17.1-5c0ffee0:٣:10:0123456789abcdef",
+    ],
+)
+def test_f27_a_foreign_reference_is_a_bad_message(reference: str, reader: PayloadReader) -> None:
+    with pytest.raises(BadMessage, match="expected <lane>:<segment>:<place>:<bytes>:<xxh64>"):
+        parse_reference(reference)
+    with pytest.raises(BadMessage):
+        reader.read(reference)
+    with pytest.raises(BadMessage):
+        reader.remove(reference)
+
+
+def test_f27_an_offset_far_behind_the_file_is_refused_without_mapping_it(folder: Path, reader: PayloadReader) -> None:
+    segment = segment_name(1, 1)
+    ShmLane(folder).write(segment, 0, b"x")
+    with pytest.raises(BadMessage, match="shorter"):
+        reader.read(f"shm:{segment}:999999999999999:10:0123456789abcdef")
