@@ -99,7 +99,7 @@ def test_unpacked_arrays_are_aligned_read_only_views() -> None:
     ids=lambda array: str(array.dtype),
 )
 def test_dtypes_that_need_pickle_or_have_no_plain_meaning_are_refused(array: np.ndarray) -> None:
-    with pytest.raises(BadMessage, match="array a: dtype .* cannot travel"):
+    with pytest.raises(BadMessage, match=r"array a: dtype .* cannot travel"):
         pack({"a": array})
 
 

@@ -61,7 +61,7 @@ class ActionReply:
 def _act(data: bytes, rows: int) -> Act:
     arrays, _ = unpack(data)
     actions, logprobs, values = (arrays.pop(name, None) for name in ("actions", "logprobs", "values"))
-    if actions is None or actions.dtype != np.float32 or actions.ndim != 3 or len(actions) != rows:
+    if actions is None or actions.dtype != np.float32 or actions.ndim != 3 or len(actions) != rows or not actions.size:
         raise BadMessage(f"actions are {describe(actions)}, expected f32[{rows}, H, A]")
     if logprobs is None or logprobs.dtype != np.float32 or logprobs.shape != actions.shape:
         raise BadMessage(f"logprobs are {describe(logprobs)}, expected f32{list(actions.shape)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from vla_stream.broker.connection import Client
 from vla_stream.streams.keys import Keys
@@ -14,7 +15,7 @@ DEAD_LETTER_BYTES = 4096
 
 def say(client: Client, keys: Keys, worker: str, kind: str, sentence: str) -> None:
     """One event. kind: a word to filter by (started, lost, refused, poison, …)."""
-    fields: dict[bytes | str, bytes | str] = {"worker": worker, "kind": kind, "text": sentence[:2000]}
+    fields: dict[Any, Any] = {"worker": worker, "kind": kind, "text": sentence[:2000]}
     client.xadd(keys.events, fields, maxlen=EVENTS_KEPT, approximate=True)
 
 
@@ -35,7 +36,7 @@ def dead_letter(
         budget -= len(value) + len(name)
         if budget <= 0:
             break
-    letter: dict[bytes | str, bytes | str] = {f"raw.{name}": value for name, value in raw.items()}
+    letter: dict[Any, Any] = {f"raw.{name}": value for name, value in raw.items()}
     letter |= {
         "stream": stream,
         "entry": entry,
