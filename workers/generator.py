@@ -8,6 +8,8 @@ stages one after the other, for `--inline`.
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Hashable
@@ -17,9 +19,9 @@ from queue import Empty, Full, Queue
 import numpy as np
 import torch
 
-from vla_stream import plugins, seeds
+from vla_stream import seeds
 from vla_stream.batching import Batcher, padded_size
-from vla_stream.broker.connection import OUT_OF_MEMORY, UNREACHABLE, Client, ServerClock
+from vla_stream.broker.connection import Client, ServerClock
 from vla_stream.broker.lanes import PayloadReader, shm_folder
 from vla_stream.broker.queue import Entry, WorkQueue
 from vla_stream.broker.scripts import Scripts
@@ -29,10 +31,9 @@ from vla_stream.errors import BadMessage, PayloadUnreachable, RunFailed
 from vla_stream.policies.protocol import Act, Policy
 from vla_stream.streams.actions import ActionReply
 from vla_stream.streams.keys import GENERATORS
-from vla_stream.streams.notices import dead_letter
 from vla_stream.streams.obs_requests import ObsRequest
 from vla_stream.streams.observations import unpack_observations
-from workers.models import Weights, WeightsReader, await_specification, make_policy, torch_device
+from workers.models import WeightsReader, await_specification, make_policy, torch_device
 from workers.worker import BLOCK_S, Worker, run_process
 
 POLL_S = 0.0005  # between two looks while a batch fills: BLOCK's own deadline would be late by up to 10 ms
@@ -146,19 +147,8 @@ class Collector:
         except PayloadUnreachable as exc:
             self._refuse(entry, request, str(exc))
         except (BadMessage, ValueError) as exc:
-            reason = str(exc)
-            dead_letter(
-                self.client,
-                self.worker.keys,
-                self.worker.id,
-                self.queue.stream,
-                entry.id,
-                entry.fields,
-                reason,
-                entry.deliveries,
-            )
+            self.worker.bury(self.queue.stream, entry, str(exc))
             self.queue.done([entry.id])
-            self.worker.meter.count("dead_letters")
 
     def _refuse(self, entry: Entry, request: ObsRequest, reason: str) -> None:
         """The slot that waits must hear of it: it aborts its segment and goes on."""
@@ -398,9 +388,6 @@ def serve(worker: Worker, config: Config) -> None:
 
 def _exit_when_hung(stages: Stages) -> None:
     """The main thread may sit in a hung device for ever; only another thread can end the process then (F14)."""
-    import os
-    import sys
-
     while not stages.stop.is_set():
         if stages.error is not None:
             time.sleep(5.0)  # the main thread says it better, if it is able to

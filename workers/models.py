@@ -13,9 +13,9 @@ from torch import Tensor
 
 from vla_stream import plugins
 from vla_stream.broker.connection import Client
+from vla_stream.broker.tail import Tail
 from vla_stream.config import Config
 from vla_stream.environments.protocol import Specification
-from vla_stream.errors import BadMessage
 from vla_stream.policies.protocol import Policy
 from vla_stream.streams.keys import Keys
 from vla_stream.streams.weights import WeightsManifest
@@ -39,28 +39,30 @@ class WeightsReader:
     def __init__(self, client: Client, keys: Keys) -> None:
         self.client, self.keys = client, keys
         self.device = torch.device("cpu")
-        self._last = "0"
+        self._tail = Tail(client, keys.weights)
         self._newest: Weights | None = None
         self._arrived = threading.Condition()
 
     def poll(self, block_ms: int | None = None) -> None:
         """Look for a newer entry and fetch it. Raises BadMessage when it is damaged."""
-        reply = self.client.xread({self.keys.weights: self._last}, block=block_ms)
-        if not reply:
+        if not self._tail.read(1, block_ms):
             return
         # Newest wins: what lies between the last look and now is skipped.
-        entry, fields = self.client.xrevrange(self.keys.weights, count=1)[0]
-        manifest = WeightsManifest.from_fields(fields)
-        data = manifest.assemble(
-            lambda index: self.client.get(self.keys.weight_chunk(manifest.version, manifest.epoch, index))
-        )
+        entry = self._tail.newest()
+        if entry is None:
+            return
+        manifest = WeightsManifest.from_fields(entry.fields)
+        data = manifest.assemble(lambda index: self._chunk(manifest, index))
         if data is None:
             return  # Its chunks are gone, so a newer version exists: the next look finds it.
-        self._last = entry
         state = {name: tensor.to(self.device, non_blocking=True) for name, tensor in load(data).items()}
         with self._arrived:
             self._newest = Weights(manifest.version, manifest.digest, state)
             self._arrived.notify_all()
+
+    def _chunk(self, manifest: WeightsManifest, index: int) -> bytes | None:
+        chunk = self.client.get(self.keys.weight_chunk(manifest.version, manifest.epoch, index))
+        return chunk if isinstance(chunk, bytes) else None
 
     def newest(self) -> Weights | None:
         return self._newest
@@ -130,12 +132,3 @@ def torch_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(name)
-
-
-def load_strictly(policy: Policy, state: Mapping[str, Tensor], subject: str) -> None:
-    """`load_state_dict`, with a clear error on another architecture (F45)."""
-    try:
-        policy.load_state_dict(state)
-    except (RuntimeError, KeyError) as exc:
-        first = str(exc).strip().splitlines()
-        raise BadMessage(f"{subject}: these weights belong to another policy: {' '.join(first[:2])}") from exc

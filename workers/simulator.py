@@ -22,12 +22,13 @@ import numpy as np
 from vla_stream import seeds
 from vla_stream.broker.connection import OUT_OF_MEMORY, UNREACHABLE, Client
 from vla_stream.broker.lanes import Lane, RedisLane, ShmLane, shm_folder, shm_usable
+from vla_stream.broker.queue import Entry
+from vla_stream.broker.tail import Tail
 from vla_stream.config import Config
 from vla_stream.environments.protocol import Observations
 from vla_stream.errors import BadMessage, EnvironmentFailed, Expired, PayloadUnreachable
 from vla_stream.streams.actions import ActionReply
 from vla_stream.streams.keys import Keys
-from vla_stream.streams.notices import dead_letter
 from vla_stream.streams.obs_requests import ObsRequest
 from workers.environment_host import Host, Outcome, ProcessHost
 from workers.slot import Place, Slot, State, new_incarnation, slot_part
@@ -44,25 +45,22 @@ class Replies:
 
     def __init__(self, client: Client, stream: str) -> None:
         self.client, self.stream = client, stream
-        self._last = "0"
+        self._tail = Tail(client, stream)
 
     def open(self) -> None:
         """Create the stream: generators add to it only while it exists (F53)."""
         hello = self.client.xadd(self.stream, {"hello": "1"})
+        assert hello is not None
         with self.client.pipeline(transaction=True) as pipe:
             pipe.xdel(self.stream, hello)
             pipe.pexpire(self.stream, int(STREAM_TTL_S * 1000))
             pipe.execute()
 
-    def read(self, block_ms: int | None) -> list[dict[bytes, bytes]]:
-        """Raw fields of new replies."""
-        reply = self.client.xread({self.stream: self._last}, count=REPLIES_AT_ONCE, block=block_ms)
-        if not reply:
-            return []
-        entries = reply[0][1]
-        self._last = entries[-1][0]
-        self.client.xdel(self.stream, *[identity for identity, _ in entries])
-        return [fields for _, fields in entries]
+    def read(self, block_ms: int | None) -> list[Entry]:
+        """New replies."""
+        entries = self._tail.read(REPLIES_AT_ONCE, block_ms)
+        self._tail.delete(entries)
+        return entries
 
     def renew(self) -> bool:
         """False when the stream is gone (a flush)."""
@@ -119,7 +117,7 @@ class Simulator:
                 for index in range(simulators.slots)
             ]
             self.batches.append(_Batch(host, slots))
-        # Decided first, sent at the end of a step: an error of Redis in between loses nothing, the next step sends again.
+        # Decided first, sent at the end of a step: an error of Redis in between loses nothing.
         self._outbox: dict[str, tuple[Slot, ObsRequest]] = {}
         self._to_abort: list[str] = []
         self._asked: dict[str, _Asked] = {}
@@ -152,9 +150,9 @@ class Simulator:
             self._send_aborts()
             self.replies.close()
 
-    def step(self, raw_replies: list[dict[bytes, bytes]]) -> bool:
+    def step(self, replies: list[Entry]) -> bool:
         """Do all that can be done now; True when anything moved."""
-        moved = self._take_replies(raw_replies)
+        moved = self._take_replies(replies)
         for batch in self.batches:
             moved |= self._poll_host(batch)
         moved |= self._request_permits()
@@ -174,14 +172,13 @@ class Simulator:
 
     # ---- replies
 
-    def _take_replies(self, raw_replies: list[dict[bytes, bytes]]) -> bool:
+    def _take_replies(self, replies: list[Entry]) -> bool:
         moved = False
-        for raw in raw_replies:
+        for entry in replies:
             try:
-                reply = ActionReply.from_fields(raw)
+                reply = ActionReply.from_fields(entry.fields)
             except BadMessage as exc:
-                stream = self.replies.stream
-                dead_letter(self.worker.client, self.keys, self.worker.id, stream, "?", raw, str(exc), 1)
+                self.worker.bury(self.replies.stream, entry, str(exc))
                 continue
             asked = self._asked.pop(str(reply.id), None)
             if asked is None:
@@ -438,13 +435,13 @@ class ReplyThread:
     def __init__(self, replies: Replies) -> None:
         self._replies = replies
         self._error: Exception | None = None
-        self._queue: SimpleQueue[dict[bytes, bytes]] = SimpleQueue()
+        self._queue: SimpleQueue[Entry] = SimpleQueue()
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         self._waker, self.waitable = theirs, Connection(ours.detach())
         threading.Thread(target=self._run, name="replies", daemon=True).start()
 
-    def drain(self) -> list[dict[bytes, bytes]]:
+    def drain(self) -> list[Entry]:
         """Replies that came since the last call; never waits. Raises what ended the thread."""
         with contextlib.suppress(BlockingIOError):
             os.read(self.waitable.fileno(), 4096)

@@ -186,7 +186,7 @@ class Slot:
         self.state = State.FINISHED if done or self.step >= self.steps else State.WANTING
 
     def resets_after(self) -> np.ndarray:
-        """bool[k]: rows that the running chunk shall reset if they end in it, so that the next request needs no more."""
+        """bool[k]: rows that the running chunk shall reset if they end in it, so that the next request can follow."""
         goes_on = not self.whole_episode and self.step + 1 < self.steps
         return np.full(self.k, goes_on, dtype=bool)
 

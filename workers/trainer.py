@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from vla_stream.broker.connection import Client
 from vla_stream.broker.lanes import PayloadReader, shm_folder
 from vla_stream.broker.queue import Entry, WorkQueue
 from vla_stream.config import Config
@@ -27,8 +26,8 @@ from vla_stream.learning.samples import Prepared
 from vla_stream.learning.segments import Segment
 from vla_stream.learning.update import Learner, LearnerState, UpdateResult
 from vla_stream.policies.protocol import Policy
+from vla_stream.streams import presence
 from vla_stream.streams.keys import TRAINERS
-from vla_stream.streams.notices import dead_letter
 from vla_stream.streams.trajectories import Trajectory, parse_member
 from vla_stream.streams.weights import WeightsManifest
 from workers.models import await_specification, keep_chunks, make_policy, publish_chunks, to_bytes, torch_device
@@ -147,11 +146,11 @@ class Trainer:
             trajectory = Trajectory.from_fields(entry.fields)
             staleness = self.version - trajectory.version
             if staleness > self.config.flow.stale_limit_versions:
-                self._refuse(entry, trajectory, "refused", f"staleness {staleness} is above flow.stale_limit")
+                self._refuse(entry, trajectory, f"staleness {staleness} is above flow.stale_limit")
                 return
             segment = trajectory.load(self.reader.read)
         except PayloadUnreachable as exc:
-            self._refuse(entry, trajectory, "refused", str(exc))
+            self._refuse(entry, trajectory, str(exc))
             return
         except BadMessage as exc:
             self._poisoned(entry, str(exc))
@@ -172,16 +171,14 @@ class Trainer:
         members = self.flow.ready_in_order(count)
         return [self._held[member] for member in members] if all(m in self._held for m in members) else []
 
-    def _refuse(self, entry: Entry, trajectory: Trajectory, counter: str, reason: str) -> None:
-        assert counter in ("refused", "poisoned")
+    def _refuse(self, entry: Entry, trajectory: Trajectory, reason: str) -> None:
         self.flow.refuse(Consumed(entry.id, trajectory.member), "refused")
         self._remove_payloads(trajectory)
-        self.meter.count(counter)
-        self.worker.say(counter, f"segment {trajectory.member}: {reason}; its ticket is given out again")
+        self.meter.count("refused")
+        self.worker.say("refused", f"segment {trajectory.member}: {reason}; its ticket is given out again")
 
     def _poisoned(self, entry: Entry, reason: str) -> None:
-        keys, worker = self.worker.keys, self.worker.id
-        dead_letter(self.client, keys, worker, self.queue.stream, entry.id, entry.fields, reason, entry.deliveries)
+        self.worker.bury(self.queue.stream, entry, reason)
         self.meter.count("poisoned")
         try:
             ticket, attempt = parse_member(entry.fields.get(b"ticket", b"").decode())
@@ -287,24 +284,14 @@ class Trainer:
         if time.monotonic() - self._last_data_s < SAY_WAITING_S:
             return
         self._last_data_s = time.monotonic()
-        roles = live_roles(self.client, self.worker.keys.workers_pattern)
-        missing = [role for role in ("simulator", "generator") if not roles.get(role)]
         if self.worker.desired != "running":
             return
+        alive = {worker.role for worker in presence.alive(self.client, self.worker.keys)}
+        missing = [role for role in ("simulator", "generator") if role not in alive]
         reason = (
             f"no {' and no '.join(missing)} is alive" if missing else "all roles are alive; see `vla-stream status`"
         )
         self.worker.say("waiting", f"trainer has no data for {SAY_WAITING_S:g} s: {reason}")
-
-
-def live_roles(client: Client, pattern: str) -> dict[str, int]:
-    """Live workers per role."""
-    roles: dict[str, int] = {}
-    for key in client.scan_iter(match=pattern, count=500):
-        role = client.hget(key, "role")
-        if role is not None:
-            roles[role.decode()] = roles.get(role.decode(), 0) + 1
-    return roles
 
 
 def make_learner(

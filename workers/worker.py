@@ -1,4 +1,4 @@
-"""What every worker process shares: its name, its hash in Redis, the desired state, signals, samples, waiting for Redis.
+"""What every worker process shares: name, hash in Redis, desired state, signals, samples, waiting for Redis.
 
 Liveness is progress: the main loop calls `beat()`, no thread does it for a loop that is stuck.
 """
@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from vla_stream import config as configs
 from vla_stream.broker.connection import OUT_OF_MEMORY, UNREACHABLE, Backoff, Client, check_server, connect
+from vla_stream.broker.queue import Entry
 from vla_stream.broker.scripts import CLAIM_WORKER, RELEASE_WORKER
 from vla_stream.config import Config
 from vla_stream.errors import Expired, InputError, RunFailed, VlaStreamError
@@ -29,7 +30,6 @@ from workers.lifeline import die_with_parent, orphaned
 BEAT_S = 1.0
 TTL_S = 60.0  # longer than any single step of a healthy main loop, so that a long update is not taken for a death
 BLOCK_S = 1.0  # longest BLOCK of any worker's connection
-SAMPLES_KEPT = 20_000
 
 Answer = TypeVar("Answer")
 
@@ -97,15 +97,19 @@ class Worker:
 
     def emit(self, kind: str, sample: dict[str, float]) -> None:
         """One entry of the `metrics` stream."""
-        fields: dict[bytes | str, bytes | str | int | float] = {"worker": self.id, "role": self.role, "kind": kind}
-        fields |= {name: f"{value:.8g}" for name, value in sample.items()}
-        self.client.xadd(self.keys.metrics, fields, maxlen=SAMPLES_KEPT, approximate=True)
+        notices.sample(self.client, self.keys, self.id, self.role, kind, sample)
 
     def say(self, kind: str, sentence: str) -> None:
         """An event for people, also in this worker's log."""
         print(f"{time.strftime('%H:%M:%S')} {self.id} {kind}: {sentence}", file=sys.stderr, flush=True)
         with contextlib.suppress(*UNREACHABLE, OUT_OF_MEMORY):
             notices.say(self.client, self.keys, self.id, kind, sentence)
+
+    def bury(self, stream: str, entry: Entry, reason: str) -> None:
+        """An entry nobody can use goes to `dead-letters`; that must not kill its reader (F16)."""
+        self.meter.count("dead_letters")
+        with contextlib.suppress(OUT_OF_MEMORY):
+            notices.dead_letter(self.client, self.keys, self.id, stream, entry, reason)
 
     def release(self) -> None:
         """Give the name back."""

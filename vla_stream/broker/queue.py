@@ -54,7 +54,7 @@ class WorkQueue:
         """At start and after every reconnect: the group, and what a lost reply left in our own pending list (F03)."""
         self.ensure_group()
         reply = self.client.xreadgroup(self.group, self.consumer, {self.stream: "0"})
-        return self._with_deliveries(_entries(reply))
+        return self._with_deliveries(to_entries(reply))
 
     def read(self, count: int, block_ms: int | None = None) -> list[Entry]:
         """Up to `count` new entries. block_ms None or 0: do not wait. Creates the group when a flush removed it."""
@@ -69,7 +69,7 @@ class WorkQueue:
                 raise
             self.ensure_group()
             return []
-        return _entries(reply)
+        return to_entries(reply)
 
     def read_balanced(self, count: int, block_ms: int) -> list[Entry]:
         """Block for one entry, then take what is there: else one blocked reader gets the lion's share (F30)."""
@@ -91,7 +91,7 @@ class WorkQueue:
             self.ensure_group()
             return []
         self._take_over_cursor = reply[0].decode()
-        return self._with_deliveries([_entry(item) for item in reply[1] if item[0] is not None])
+        return self._with_deliveries([to_entry(item) for item in reply[1] if item[0] is not None])
 
     def renew(self, ids: Sequence[str]) -> int:
         """Renew the lease of those entries that are still ours (F14); returns how many are."""
@@ -143,16 +143,18 @@ class WorkQueue:
         return [Entry(entry.id, entry.fields, times.get(entry.id, 0)) for entry in entries]
 
 
-def _entries(reply: Any) -> list[Entry]:
+def to_entries(reply: Any) -> list[Entry]:
+    """The entries of the one stream in a reply of XREAD or XREADGROUP."""
     if not reply:
         return []
     items = next(iter(reply.values())) if isinstance(reply, dict) else reply[0][1]
     if items and isinstance(items[0], list) and items[0] and isinstance(items[0][0], (tuple, list)):
         items = items[0]  # RESP3 wraps the entries of a stream once more
-    return [_entry(item) for item in items]
+    return [to_entry(item) for item in items]
 
 
-def _entry(item: Any) -> Entry:
+def to_entry(item: Any) -> Entry:
+    """One entry of a reply."""
     # A trimmed entry that is still pending comes with nil fields (F17): shown as empty, refused by unseal().
     identity, fields = item
     return Entry(identity.decode(), fields or {})

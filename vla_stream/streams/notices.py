@@ -1,4 +1,4 @@
-"""Edge workers → people: `events` (plain sentences) and `dead-letters` (unusable entries). Capped, never acked."""
+"""Edge workers → people: `events`, `metrics` and `dead-letters`. All capped, never acknowledged."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from vla_stream.broker.connection import Client
+from vla_stream.broker.queue import Entry
 from vla_stream.streams.keys import Keys
 
 EVENTS_KEPT = 5000
+SAMPLES_KEPT = 20_000
 DEAD_LETTERS_KEPT = 1000
 DEAD_LETTER_BYTES = 4096
 
@@ -19,19 +21,17 @@ def say(client: Client, keys: Keys, worker: str, kind: str, sentence: str) -> No
     client.xadd(keys.events, fields, maxlen=EVENTS_KEPT, approximate=True)
 
 
-def dead_letter(
-    client: Client,
-    keys: Keys,
-    worker: str,
-    stream: str,
-    entry: str,
-    fields: Mapping[bytes, bytes],
-    reason: str,
-    deliveries: int,
-) -> None:
-    """Keep up to 4 KB of an entry that could not be used, and say so."""
+def sample(client: Client, keys: Keys, worker: str, role: str, kind: str, numbers: Mapping[str, float]) -> None:
+    """One sample of a worker's meter. kind: `second`, or `update` for what one update of the trainer was like."""
+    fields: dict[Any, Any] = {"worker": worker, "role": role, "kind": kind}
+    fields |= {name: f"{value:.8g}" for name, value in numbers.items()}
+    client.xadd(keys.metrics, fields, maxlen=SAMPLES_KEPT, approximate=True)
+
+
+def dead_letter(client: Client, keys: Keys, worker: str, stream: str, entry: Entry, reason: str) -> None:
+    """Keep up to 4 KB of an entry that could not be used, and say why."""
     raw, budget = {}, DEAD_LETTER_BYTES
-    for name, value in fields.items():
+    for name, value in entry.fields.items():
         raw[name[:64].decode(errors="replace")] = value[: max(0, budget)]
         budget -= len(value) + len(name)
         if budget <= 0:
@@ -39,9 +39,9 @@ def dead_letter(
     letter: dict[Any, Any] = {f"raw.{name}": value for name, value in raw.items()}
     letter |= {
         "stream": stream,
-        "entry": entry,
+        "entry": entry.id,
         "reason": reason[:500],
-        "deliveries": str(deliveries),
+        "deliveries": str(entry.deliveries),
         "worker": worker,
     }
     client.xadd(keys.dead_letters, letter, maxlen=DEAD_LETTERS_KEPT, approximate=True)

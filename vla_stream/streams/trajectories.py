@@ -115,10 +115,12 @@ class Trajectory:
         places = _places(meta.get("references"), arrays)
         if len(places) != steps + 1 + (len(final_index) > 0):
             raise BadMessage(f"{len(places)} observation packets, expected {steps + 1 + (len(final_index) > 0)}")
-        extras = {name.removeprefix("extra."): array.copy() for name, array in arrays.items() if name.startswith("extra.")}
+        extras = {
+            name.removeprefix("extra."): array.copy() for name, array in arrays.items() if name.startswith("extra.")
+        }
         if any(array.shape[:2] != (steps, rows) for array in extras.values()):
             raise BadMessage(f"an extra array does not start with [{steps}, {rows}]")
-        segment = Segment(ticket, (), None, final_index, **checked, extras=extras)
+        segment = Segment(ticket, (), None, final_index.copy(), **checked, extras=extras)
         final_payload = places.pop() if len(final_index) else None
         return cls(fields.text("id", 256), attempt, segment, tuple(places), final_payload, _episodes(meta))
 

@@ -1,0 +1,42 @@
+"""Reading a stream without a group: every entry in order, or just the newest. For actions, weights and viewers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from vla_stream.broker.connection import Client
+from vla_stream.broker.queue import Entry, to_entries, to_entry
+
+
+class Tail:
+    """One reader's place in a stream. `start`: the id to read after; `$` skips what is there already."""
+
+    def __init__(self, client: Client, stream: str, start: str = "0") -> None:
+        self.client, self.stream = client, stream
+        self._last = start if start != "$" else self._newest_id()
+
+    def read(self, count: int, block_ms: int | None = None) -> list[Entry]:
+        """Up to `count` entries after the last one read. block_ms None: do not wait."""
+        reply: Any = self.client.xread({self.stream: self._last}, count=count, block=block_ms)
+        entries = to_entries(reply)
+        if entries:
+            self._last = entries[-1].id
+        return entries
+
+    def newest(self) -> Entry | None:
+        """The newest entry, wherever this reader is; reading goes on after it."""
+        reply: Any = self.client.xrevrange(self.stream, count=1)
+        entry = to_entry(reply[0]) if reply else None
+        if entry is not None:
+            self._last = entry.id
+        return entry
+
+    def delete(self, entries: Sequence[Entry]) -> None:
+        """Remove what was consumed: there is no group that keeps it for others."""
+        if entries:
+            self.client.xdel(self.stream, *[entry.id for entry in entries])
+
+    def _newest_id(self) -> str:
+        reply: Any = self.client.xrevrange(self.stream, count=1)
+        return to_entry(reply[0]).id if reply else "0"
