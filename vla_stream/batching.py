@@ -48,7 +48,7 @@ class Batcher(Generic[Item]):
         due = [shape for shape, group in self._waiting.items() if self._is_due(group, now_ms)]
         if not due:
             return []
-        shape = min(due, key=lambda name: self._waiting[name][0].born_ms)
+        shape = min(due, key=lambda name: _oldest_ms(self._waiting[name]))
         group = self._waiting[shape]
         batch: list[Item] = []
         free = self.max_rows
@@ -66,7 +66,7 @@ class Batcher(Generic[Item]):
             return None
         if any(self._is_due(group, now_ms) for group in self._waiting.values()):
             return 0.0
-        oldest = min(group[0].born_ms for group in self._waiting.values())
+        oldest = min(_oldest_ms(group) for group in self._waiting.values())
         return max(0.0, oldest + self.max_wait_ms - now_ms)
 
     def missing_rows(self) -> int:
@@ -80,7 +80,12 @@ class Batcher(Generic[Item]):
             rows += waiting.rows
             if rows >= self.max_rows:
                 return True
-        return now_ms - group[0].born_ms >= self.max_wait_ms
+        return now_ms - _oldest_ms(group) >= self.max_wait_ms
+
+
+def _oldest_ms(group: deque[_Waiting[Item]]) -> float:
+    # Not always the first: an entry taken over from a dead generator is older than what came before it.
+    return min(waiting.born_ms for waiting in group)
 
 
 def padded_size(rows: int, sizes: list[int], max_rows: int) -> int:

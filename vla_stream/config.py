@@ -6,18 +6,25 @@ Several YAML files compose left to right, `--set a.b=c` comes last. `load()` is 
 from __future__ import annotations
 
 import difflib
+import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
 from vla_stream.errors import InputError
 
+UNKNOWN_KEY = "extra_forbidden"  # pydantic's name of the error
+MAX_SEED = 2**63 - 1  # seeds.derive packs it into 8 bytes with a sign
+
+Model = TypeVar("Model", bound=BaseModel)
+
 
 class Section(BaseModel):
-    """Base of all sections: unknown keys refused, values frozen, no silent conversion of strings to numbers."""
+    """Base of all sections: unknown keys refused, values frozen. `parse` converts nothing (no "3" or yes for 3)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -41,12 +48,29 @@ class Steps(Section):
     steps: int = Field(ge=1, description="T: chunk steps per segment; rows that end are reset at the next chunk step.")
 
 
+def _segment_kind(value: object) -> str | None:
+    """Which of the two forms is meant, so that a mistake in one is not told in terms of both; None: neither."""
+    if isinstance(value, Mapping | Steps):
+        return "Steps"
+    return "literal['episode']" if value == "episode" else None
+
+
+SegmentKind = Annotated[
+    Annotated[Literal["episode"], Tag("literal['episode']")] | Annotated[Steps, Tag("Steps")],
+    Discriminator(
+        _segment_kind,
+        custom_error_type="segment_kind",
+        custom_error_message="episode, or the number of chunk steps, for example {steps: 16}",
+    ),
+]
+
+
 class Simulators(Section):
     count: int = Field(default=2, ge=0, description="Simulator processes that `run` starts.")
     env_batches: int = Field(default=1, ge=1, description="Independent environment batches per process.")
     slots: int = Field(default=2, ge=1, description="Parts of a batch that travel alone: one request per chunk step.")
     envs_per_slot: int = Field(default=8, ge=1, description="k: rows (environments) of one slot.")
-    segment: Literal["episode"] | Steps = Field(
+    segment: SegmentKind = Field(
         default=Steps(steps=16), description="{steps: T}, or `episode`: k rows of one task and seed, without resets."
     )
     step_deadline_s: float = Field(default=30.0, gt=0, description="A step that takes longer is a hang: replace it.")
@@ -129,7 +153,7 @@ class Pretrain(Section):
     demos: Path | None = Field(default=None, description="File of `vla-stream demos`; default: made on the spot.")
     episodes: int = Field(default=30, ge=1, description="Demonstrations to collect from the environment's expert.")
     action_noise: float = Field(default=0.3, ge=0, description="Noise on executed actions; labels stay clean.")
-    seed: int = Field(default=0, ge=0, description="Seed of the demonstrations, scenes and minibatches.")
+    seed: int = Field(default=0, ge=0, le=MAX_SEED, description="Seed of the demonstrations, scenes and minibatches.")
     steps: int = Field(default=400, ge=1, description="Gradient steps of behaviour cloning.")
     batch: int = Field(default=64, ge=1, description="Samples per gradient step.")
     learning_rate: float = Field(default=1e-3, gt=0, description="AdamW's learning rate of behaviour cloning.")
@@ -140,12 +164,14 @@ class Pretrain(Section):
 
 class Evaluation(Section):
     episodes: int = Field(default=200, ge=0, description="Held-out episodes before and after a run; 0: none.")
-    seed: int = Field(default=10_000_000, ge=0, description="First reset seed; training seeds never meet these.")
+    seed: int = Field(
+        default=10_000_000, ge=0, le=MAX_SEED, description="First reset seed; training seeds never meet these."
+    )
 
 
 class Config(Section):
     name: str = Field(default="demo", pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$", description="The run's name.")
-    seed: int = Field(default=0, ge=0, description="Seed of resets, sampling noise and minibatch order.")
+    seed: int = Field(default=0, ge=0, le=MAX_SEED, description="Seed of resets, sampling noise and minibatch order.")
     updates: int = Field(default=100, ge=1, description="Updates after which the run is done.")
     runs_dir: Path = Field(default=Path("runs"), description="Folder that holds runs/<name>/.")
     environment: Environment
@@ -192,14 +218,24 @@ def load(paths: Sequence[Path | str], overrides: Iterable[str] = ()) -> Config:
 
 def validate(data: Mapping[str, Any], subject: str = "config") -> Config:
     """A checked Config from plain data, or InputError."""
-    try:
-        config = Config.model_validate(dict(data))
-    except ValidationError as exc:
-        raise InputError("\n".join(f"{subject}: {describe_problem(Config, item)}" for item in exc.errors())) from exc
+    config = parse(Config, data, f"{subject}: ")
     problems = cross_check(config)
     if problems:
         raise InputError("\n".join(f"{subject}: {problem}" for problem in problems))
     return config
+
+
+def parse(model: type[Model], data: Mapping[str, Any], prefix: str) -> Model:
+    """Plain data as a model, nothing converted. Raises InputError with one line per problem, each after `prefix`."""
+    try:
+        # As JSON, since only there strictness and lists for tuples, texts for paths go together.
+        return model.model_validate_json(json.dumps(dict(data), default=str), strict=True)
+    except ValidationError as exc:
+        errors = exc.errors()
+        # A misspelt key is both unknown and missing: said once.
+        meant = {(item["loc"][:-1], _nearest(model, item["loc"])) for item in errors if item["type"] == UNKNOWN_KEY}
+        told = [e for e in errors if e["type"] != "missing" or (e["loc"][:-1], e["loc"][-1]) not in meant]
+        raise InputError("\n".join(prefix + describe_problem(model, item) for item in told)) from exc
 
 
 def cross_check(config: Config) -> list[str]:
@@ -254,17 +290,35 @@ def notes(config: Config) -> list[str]:
 
 def describe_problem(model: type[BaseModel], item: Mapping[str, Any]) -> str:
     """One sentence for one pydantic error: the dotted key, what was got, what was expected, the nearest known key."""
-    parts = [str(part) for part in item["loc"] if str(part) not in {"Steps", "literal['episode']"}]
+    parts = _parts(item["loc"])
     key = ".".join(parts)
-    if item["type"] == "extra_forbidden":
-        known = _known_keys(model, parts[:-1])
-        near = difflib.get_close_matches(parts[-1], known, n=1)
-        remedy = f"did you mean {near[0]}?" if near else f"known here: {', '.join(sorted(known))}"
-        return f"unknown key {key}; {remedy}"
+    if item["type"] == UNKNOWN_KEY:
+        near = _nearest(model, item["loc"])
+        known = ", ".join(sorted(_known_keys(model, parts[:-1])))
+        return f"unknown key {key}; " + (f"did you mean {near}?" if near else f"known here: {known}")
     if item["type"] == "missing":
         return f"{key} is missing; {_description(model, parts)}"
     expected = str(item["msg"]).removeprefix("Input should be ").removeprefix("Value error, ")
+    if item["type"] in {"model_type", "dict_type"}:
+        expected = "a mapping of its keys"
     return f"{key} is {item['input']!r}, expected {expected}"
+
+
+def _parts(loc: Sequence[str | int]) -> list[str]:
+    return [str(part) for part in loc if part not in {"Steps", "literal['episode']"}]
+
+
+def _nearest(model: type[BaseModel], loc: Sequence[str | int]) -> str | None:
+    parts = _parts(loc)
+    near = difflib.get_close_matches(parts[-1], _known_keys(model, parts[:-1]), n=1)
+    return near[0] if near else None
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as people write it: plain PyYAML reads 1e-3 as a text, since YAML 1.1 wants 1.0e-3."""
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+"), None)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -274,7 +328,7 @@ def _read(path: Path) -> dict[str, Any]:
         reason = getattr(exc, "strerror", None) or "not UTF-8 text"
         raise InputError(f"{path}: cannot read the config ({reason}); give the path of a YAML file") from exc
     try:
-        data = yaml.safe_load(text)
+        data = yaml.load(text, _Loader)
     except yaml.YAMLError as exc:
         place = getattr(exc, "problem_mark", None)
         where = f" at line {place.line + 1}" if place else ""
@@ -289,7 +343,7 @@ def _parse_override(text: str) -> dict[str, Any]:
     if not separator or not all(key.split(".")):
         raise InputError(f"--set {text}: expected section.key=value, for example --set trainer.epochs=2")
     try:
-        parsed: Any = yaml.safe_load(value)
+        parsed: Any = yaml.load(value, _Loader)
     except yaml.YAMLError as exc:
         raise InputError(f"--set {text}: {value!r} is not valid YAML") from exc
     for part in reversed(key.split(".")):
@@ -310,12 +364,16 @@ def _section(model: type[BaseModel], parts: Sequence[str]) -> type[BaseModel] | 
         field = model.model_fields.get(part)
         if field is None:
             return None
-        candidates = [field.annotation, *getattr(field.annotation, "__args__", ())]
-        found = [item for item in candidates if isinstance(item, type) and issubclass(item, BaseModel)]
+        found = [item for item in _flat(field.annotation) if isinstance(item, type) and issubclass(item, BaseModel)]
         if not found:
             return None
         model = found[0]
     return model
+
+
+def _flat(annotation: object) -> list[object]:
+    """The annotation and all that it is made of, through unions and Annotated."""
+    return [annotation, *(inner for item in get_args(annotation) for inner in _flat(item))]
 
 
 def _known_keys(model: type[BaseModel], parts: Sequence[str]) -> list[str]:

@@ -8,9 +8,9 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
-from vla_stream.config import describe_problem
+from vla_stream.config import parse
 from vla_stream.errors import InputError
 
 ENVIRONMENTS = "vla_stream.environments"
@@ -23,21 +23,22 @@ def load_class(group: str, name: str) -> Any:
         module, _, attribute = name.partition(":")
         try:
             return getattr(import_module(module), attribute)
-        except (ImportError, AttributeError) as exc:
+        except (ImportError, AttributeError, ValueError, TypeError) as exc:
             raise InputError(f"{name}: cannot be imported ({exc}); expected module:Class on the Python path") from exc
     found = {point.name: point for point in entry_points(group=group)}
     if name not in found:
         near = difflib.get_close_matches(name, found, n=1)
         remedy = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(found)) or 'none'}, or module:Class"
         raise InputError(f"{group}: no entry {name!r}; {remedy}")
-    return found[name].load()
+    try:
+        return found[name].load()
+    except (ImportError, AttributeError) as exc:
+        raise InputError(
+            f"{name}: {found[name].value} cannot be imported ({exc}); install the packages it needs"
+        ) from exc
 
 
 def parse_options(cls: Any, data: Mapping[str, Any], subject: str) -> Any:
     """The class's own Options from a config section. Raises InputError naming the key."""
     options: type[BaseModel] = cls.Options
-    try:
-        return options.model_validate(dict(data))
-    except ValidationError as exc:
-        lines = [f"{subject}.{describe_problem(options, item)}" for item in exc.errors()]
-        raise InputError("\n".join(lines)) from exc
+    return parse(options, data, f"{subject}: ")
