@@ -238,6 +238,10 @@ class Flow:
         outcomes = {name: counters.get(name, 0) for name in OUTCOMES}
         return Books(counters.get("started", 0), permits + published, outcomes, counters.get("given_up", 0))
 
+    def permits(self) -> int:
+        """Segments in the making."""
+        return int(self.client.zcard(self.keys.permits))
+
     def live_members(self) -> set[str]:
         """`<ticket>.<attempt>` of all segments in the making or waiting for their update."""
         with self.client.pipeline(transaction=True) as pipe:

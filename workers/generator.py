@@ -69,11 +69,8 @@ class Batch:
         return self.works[0].request.mode
 
 
-@dataclass(frozen=True, slots=True)
-class Answers:
-    """Replies of one batch, with the entries to acknowledge after they are published."""
-
-    replies: list[tuple[Entry, ActionReply]]
+# Replies, each with the entry to acknowledge after it is published.
+Answers = list[tuple[Entry, ActionReply]]
 
 
 class Collector:
@@ -87,13 +84,19 @@ class Collector:
         self.reader = PayloadReader(client, worker.keys.blob, shm_folder(worker.keys.run, worker.url))
         self.clock = ServerClock(client)
         self.batcher: Batcher[Work] = Batcher(config.generators.max_batch_size, config.generators.max_wait_ms)
-        self.refusals: list[tuple[Entry, ActionReply]] = []
-        self._next_take_over_s = 0.0
+        self.refusals: Answers = []
+        self.owned: dict[str, float] = {}  # entry id -> when it was read; until its reply is published
+        self._next_take_over_s = self._next_sweep_s = 0.0
 
-    def open(self) -> None:
-        """The group, and what an earlier life of this name or a lost reply left to us."""
+    def recover(self) -> None:
+        """At start and after each reconnect: the group, and what an earlier life or a lost reply left to us (F03)."""
         for entry in self.queue.recover():
             self._add(entry)
+
+    def release(self, answers: Answers) -> None:
+        """Their replies are published and they are acknowledged."""
+        for entry, _ in answers:
+            self.owned.pop(entry.id, None)
 
     def look(self, block_ms: int | None) -> None:
         """Read what is there, up to what the batch still takes; wait for the first request only when none waits."""
@@ -102,6 +105,9 @@ class Collector:
             self._next_take_over_s = now_s + self.config.flow.lease_s / 2
             for entry in self.queue.take_over(self.batcher.missing_rows()):
                 self._add(entry)
+        if now_s >= self._next_sweep_s:
+            self._next_sweep_s = now_s + SWEEP_S
+            self.queue.sweep_consumers(idle_ms=int(10 * SWEEP_S * 1000))
         wanted = self.batcher.missing_rows()
         block = None if len(self.batcher) else block_ms
         entries = self.queue.read(wanted) if block is None else self.queue.read_balanced(wanted, block)
@@ -137,6 +143,9 @@ class Collector:
         return seeds.noise_keys(self.config.seed, identity.ticket, identity.step, work.request.n)
 
     def _add(self, entry: Entry) -> None:
+        if entry.id in self.owned:
+            return
+        self.owned[entry.id] = time.monotonic()
         try:
             request = ObsRequest.from_fields(dict(entry.fields))
             data = request.payload if request.payload is not None else self.reader.read(request.ref)
@@ -149,6 +158,7 @@ class Collector:
         except (BadMessage, ValueError) as exc:
             self.worker.bury(self.queue.stream, entry, str(exc))
             self.queue.done([entry.id])
+            del self.owned[entry.id]
 
     def _refuse(self, entry: Entry, request: ObsRequest, reason: str) -> None:
         """The slot that waits must hear of it: it aborts its segment and goes on."""
@@ -164,7 +174,7 @@ class Answerer:
             client, Scripts(client), worker.keys.obs_requests, GENERATORS, worker.id, config.flow.lease_s
         )
 
-    def send(self, answers: list[tuple[Entry, ActionReply]]) -> None:
+    def send(self, answers: Answers) -> None:
         """One round trip. Replies to a simulator that is gone are not added (NOMKSTREAM), their requests are done."""
         if not answers:
             return
@@ -191,12 +201,18 @@ class Generator:
         """All stages once, in this thread; True when a batch was served."""
         self.weights.poll()
         self.collector.look(block_ms)
-        self._send_refusals()
+        self.answer(self.collector.refusals)
         batch = self.collector.take()
         if batch is None:
             return False
-        self.answerer.send(self.infer(batch).replies)
+        self.answer(self.infer(batch))
         return True
+
+    def answer(self, answers: Answers) -> None:
+        """Publish, acknowledge, and let go; empties the list."""
+        self.answerer.send(answers)
+        self.collector.release(answers)
+        answers.clear()
 
     def infer(self, batch: Batch) -> Answers:
         """Actions for one batch, by weights no older than it demands."""
@@ -206,14 +222,15 @@ class Generator:
         with self.worker.meter.busy("infer"):
             act = self.policy.act(batch.observations, keys)
         self.worker.meter.mean("infer_ms", (time.monotonic() - started_s) * 1000)
-        replies, start = [], 0
+        replies: Answers = []
+        start = 0
         for work in batch.works:
             stop = start + work.request.n
             replies.append(
                 (work.entry, ActionReply(work.request.id, self.version, self.digest, _cut(act, start, stop)))
             )
             start = stop
-        return Answers(replies)
+        return replies
 
     def swap(self, min_version: int) -> None:
         """Load the newest weights that arrived; wait for them only when `min_version` demands it.
@@ -239,10 +256,6 @@ class Generator:
             self.worker.meter.mean("swap_ms", (time.monotonic() - started_s) * 1000)
             self.worker.meter.gauge("version", self.version)
 
-    def _send_refusals(self) -> None:
-        refusals, self.collector.refusals = self.collector.refusals, []
-        self.answerer.send(refusals)
-
 
 class Stages:
     """The overlapped form: bounded hand-overs between threads, so that a full stage holds the one before it."""
@@ -253,7 +266,6 @@ class Stages:
         self.answers: Queue[Answers] = Queue(maxsize=4)
         self.error: Exception | None = None
         self.stop = threading.Event()
-        self._owned: dict[str, float] = {}
         for name, body in (("collect", self._collect), ("answer", self._answer), ("weights", self._bring_weights)):
             threading.Thread(target=self._guard, args=(body,), name=name, daemon=True).start()
 
@@ -275,8 +287,8 @@ class Stages:
 
     @property
     def empty(self) -> bool:
-        """Nothing between the stages, and nothing owned."""
-        return self.batches.empty() and self.answers.empty() and not self._owned
+        """Nothing is owned, in no stage."""
+        return not self.generator.collector.owned
 
     def _guard(self, body: Callable[[], None]) -> None:
         try:
@@ -285,45 +297,43 @@ class Stages:
             self.error = exc
 
     def _collect(self) -> None:
-        collector = self.generator.collector
-        self._patiently(collector.open)
+        worker, collector = self.generator.worker, self.generator.collector
+        worker.patiently(collector.recover)
         while not self.stop.is_set():
-            self._patiently(self._collect_once)
+            worker.patiently(self._collect_once, collector.recover)
 
     def _collect_once(self) -> None:
         collector = self.generator.collector
-        draining = self.generator.worker.draining
-        if not draining:
+        leaving = self.generator.worker.leaving
+        if not leaving:
             collector.look(int(BLOCK_S * 1000 / 4))
-        self.generator._send_refusals()
+        if collector.refusals:
+            self.hand_over(collector.refusals)
+            collector.refusals = []
         # While the device is busy the next batch goes on filling: it is taken only when there is room for it.
         if not self.batches.full():
             batch = collector.take()
             if batch is not None:
-                for work in batch.works:
-                    self._owned[work.entry.id] = batch.taken_s
                 self.batches.put(batch)
                 return
-        if len(collector.batcher) or draining:
+        if len(collector.batcher) or leaving:
             time.sleep(POLL_S)
 
     def _answer(self) -> None:
-        lease_s = self.generator.config.flow.lease_s
+        worker, lease_s = self.generator.worker, self.generator.config.flow.lease_s
         next_renewal_s = time.monotonic() + lease_s / 3
         while not self.stop.is_set():
             with contextlib.suppress(Empty):
                 answers = self.answers.get(timeout=min(0.25, lease_s / 6))
-                self._patiently(lambda: self.generator.answerer.send(answers.replies))  # noqa: B023
-                for entry, _ in answers.replies:
-                    self._owned.pop(entry.id, None)
+                worker.patiently(lambda: self.generator.answer(answers))  # noqa: B023
             if time.monotonic() >= next_renewal_s:
                 next_renewal_s = time.monotonic() + lease_s / 3
-                self._patiently(self._renew)
+                worker.patiently(self._renew)
 
     def _renew(self) -> None:
         """Leases of young batches only: a hung device must lose its requests to another generator (F14)."""
         oldest_s = time.monotonic() - self.generator.config.generators.batch_deadline_s
-        owned = dict(self._owned)
+        owned = dict(self.generator.collector.owned)
         if any(taken_s < oldest_s for taken_s in owned.values()):
             limit_s = self.generator.config.generators.batch_deadline_s
             self.error = RunFailed(
@@ -334,10 +344,7 @@ class Stages:
 
     def _bring_weights(self) -> None:
         while not self.stop.is_set():
-            self._patiently(lambda: self.generator.weights.poll(int(BLOCK_S * 1000 / 2)))
-
-    def _patiently(self, call: Callable[[], None]) -> None:
-        self.generator.worker.patiently(call)
+            self.generator.worker.patiently(lambda: self.generator.weights.poll(int(BLOCK_S * 1000 / 2)))
 
 
 def _shape(request: ObsRequest, observations: Observations) -> Hashable:
@@ -370,19 +377,20 @@ def serve(worker: Worker, config: Config) -> None:
     generator.weights.device = device
     stages = Stages(generator)
     worker.state = "running"
-    drain_until_s: float | None = None
-    watchdog = threading.Thread(target=_exit_when_hung, args=(stages,), name="watchdog", daemon=True)
-    watchdog.start()
+    leave_at_s: float | None = None
+    threading.Thread(target=_exit_when_hung, args=(stages,), name="watchdog", daemon=True).start()
     while not worker.stopping:
         worker.patiently(worker.beat)
         with worker.meter.busy("waiting"):
             batch = stages.next_batch(patience_s=0.25)
         if batch is not None:
             stages.hand_over(generator.infer(batch))
-        elif worker.draining:
-            drain_until_s = drain_until_s or time.monotonic() + config.flow.drain_deadline_s
-            if stages.empty or time.monotonic() > drain_until_s:
+        elif worker.leaving:
+            leave_at_s = leave_at_s or time.monotonic() + config.flow.drain_deadline_s
+            if stages.empty or time.monotonic() > leave_at_s:
                 break
+        elif worker.draining and not worker.patiently(worker.flow.permits):
+            break  # The run drains: simulators need their replies until the last segment is made.
     stages.stop.set()
 
 

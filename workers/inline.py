@@ -8,8 +8,6 @@ from collections.abc import Callable
 import torch
 
 from vla_stream.config import Config
-from vla_stream.flow import Flow
-from vla_stream.streams.keys import Keys
 from workers.environment_host import LocalHost
 from workers.generator import Generator
 from workers.models import make_policy, torch_device
@@ -38,7 +36,7 @@ def run(config: Config, url: str, tell: Callable[[str], None] = print) -> None:
         device = torch_device(config.generators.device)
         policy = make_policy(config, specification, device)
         generator = Generator(generator_worker, config, policy, generator_worker.connect)
-        generator.collector.open()
+        generator.collector.recover()
         while not trainer.done:
             for each in (simulator.worker, trainer_worker, generator_worker):
                 each.beat()
@@ -50,8 +48,3 @@ def run(config: Config, url: str, tell: Callable[[str], None] = print) -> None:
         simulator.close()
     for each in (simulator.worker, trainer_worker, generator_worker):
         each.release()
-
-
-def flow_of(config: Config, worker: Worker) -> Flow:
-    """The run's flow control, by a worker's connection."""
-    return Flow(worker.client, Keys(config.name))

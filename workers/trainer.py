@@ -109,8 +109,14 @@ class Trainer:
                 "rolled back", f"{state.update - self.update} updates after checkpoint {self.update} are repeated"
             )
         self.worker.version, self.worker.progress = self.version, self.update
+        self.recover()
+
+    def recover(self) -> None:
+        """At start and after each reconnect: what an earlier trainer or a lost reply left pending."""
+        held = {held.entry.id for held in self._held.values()}
         for entry in self.queue.recover():
-            self._take(entry)
+            if entry.id not in held:
+                self._take(entry)
 
     def step(self, block_ms: int | None) -> bool:
         """Read what has arrived, then one update if its segments are in; True when one was committed."""
@@ -342,7 +348,7 @@ def serve(worker: Worker, config: Config) -> None:
     while not trainer.done and not worker.draining:
         worker.patiently(worker.beat)
         with worker.meter.busy("loop"):
-            worker.patiently(lambda: trainer.step(int(BLOCK_S * 1000 / 4)))
+            worker.patiently(lambda: trainer.step(int(BLOCK_S * 1000 / 4)), trainer.recover)
     trainer.close()
 
 

@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 from vla_stream import config as configs
@@ -62,9 +63,14 @@ class Worker:
         return configs.Config.model_validate_json(self.flow.config_json())
 
     @property
+    def leaving(self) -> bool:
+        """This worker was told to finish what it has begun, and end."""
+        return self._signals > 0
+
+    @property
     def draining(self) -> bool:
-        """Finish what is begun, begin nothing new, then end."""
-        return self._signals > 0 or self.desired in ("draining", "stopped")
+        """This worker, or the whole run, begins nothing new and ends when what is begun is finished."""
+        return self.leaving or self.desired in ("draining", "stopped")
 
     @property
     def stopping(self) -> bool:
@@ -120,11 +126,16 @@ class Worker:
         """SIGTERM or SIGINT: the first drains, the second stops."""
         self._signals += 1
 
-    def patiently(self, call: Callable[[], Answer]) -> Answer | None:
-        """`call()`, waiting while Redis is unreachable or full (F23); None when told to stop meanwhile."""
+    def patiently(self, call: Callable[[], Answer], recover: Callable[[], None] | None = None) -> Answer | None:
+        """`call()`, waiting while Redis is unreachable or full (F23); None when told to stop meanwhile.
+
+        recover: called first after each wait, since a lost reply may have left entries in our pending list (F03).
+        """
         backoff = Backoff()
         while True:
             try:
+                if recover is not None and backoff.failures:
+                    recover()
                 return call()
             except (*UNREACHABLE, OUT_OF_MEMORY) as exc:
                 if backoff.failures == 0:
@@ -171,6 +182,8 @@ def run_process(role: str, body: Callable[[Worker, Config], None]) -> None:
         worker.claim()
         try:
             config = worker.load_config()
+            if "VLA_STREAM_RUNS" in os.environ:
+                config = config.model_copy(update={"runs_dir": Path(os.environ["VLA_STREAM_RUNS"])})
             worker.say("started", f"{role} {worker_id} started, pid {os.getpid()}")
             body(worker, config)
             worker.say("ended", f"{role} {worker_id} ended as asked")
