@@ -7,23 +7,16 @@ now and returns; `main()` waits in between. State lives in the slots, so a test 
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
-from queue import Empty, SimpleQueue
-from typing import Literal
+from multiprocessing.connection import wait
 
 import numpy as np
 
 from vla_stream import seeds
-from vla_stream.broker.connection import OUT_OF_MEMORY, UNREACHABLE, Client
-from vla_stream.broker.lanes import Lane, RedisLane, ShmLane, shm_folder, shm_usable
+from vla_stream.broker.connection import UNREACHABLE
 from vla_stream.broker.queue import Entry
-from vla_stream.broker.tail import Tail
 from vla_stream.config import Config
 from vla_stream.environments.protocol import Observations
 from vla_stream.errors import BadMessage, EnvironmentFailed, Expired, PayloadUnreachable
@@ -31,43 +24,12 @@ from vla_stream.streams.actions import ActionReply
 from vla_stream.streams.keys import Keys
 from vla_stream.streams.obs_requests import ObsRequest
 from workers.environment_host import Host, Outcome, ProcessHost
+from workers.lane_choice import choose_lane
+from workers.replies import Replies, ReplyThread
 from workers.slot import Place, Slot, State, new_incarnation, slot_part
-from workers.worker import BEAT_S, BLOCK_S, Worker, run_process
+from workers.worker import BEAT_S, Worker, run_process
 
-STREAM_TTL_S = 300.0
-BLOB_LIFETIME_S = 3600.0
-REPLIES_AT_ONCE = 256
 FIRST_PERMIT_WAIT_S, LONGEST_PERMIT_WAIT_S = 0.005, 0.1
-
-
-class Replies:
-    """The simulator's own `actions` stream, read in order and deleted when consumed."""
-
-    def __init__(self, client: Client, stream: str) -> None:
-        self.client, self.stream = client, stream
-        self._tail = Tail(client, stream)
-
-    def open(self) -> None:
-        """Create the stream: generators add to it only while it exists (F53)."""
-        hello = self.client.xadd(self.stream, {"hello": "1"})
-        assert hello is not None
-        with self.client.pipeline(transaction=True) as pipe:
-            pipe.xdel(self.stream, hello)
-            pipe.pexpire(self.stream, int(STREAM_TTL_S * 1000))
-            pipe.execute()
-
-    def read(self, block_ms: int | None) -> list[Entry]:
-        """New replies."""
-        entries = self._tail.read(REPLIES_AT_ONCE, block_ms)
-        self._tail.delete(entries)
-        return entries
-
-    def renew(self) -> bool:
-        """False when the stream is gone (a flush)."""
-        return bool(self.client.pexpire(self.stream, int(STREAM_TTL_S * 1000)))
-
-    def close(self) -> None:
-        self.client.delete(self.stream)
 
 
 class _Batch:
@@ -403,72 +365,6 @@ class Simulator:
             if cause is not None:
                 self.worker.say("aborted", f"segment {slot.permit.member}: {cause}")
         slot.drop()
-
-
-def choose_lane(config: Config, worker: Worker) -> Lane | None:
-    """The lane for observations too large to go inline; None keeps everything inline."""
-    wanted: Literal["auto", "inline", "shm", "redis"] = config.broker.lane
-    redis_lane = RedisLane(worker.client, worker.keys.blob, BLOB_LIFETIME_S)
-    if wanted == "inline":
-        return None
-    if wanted == "redis":
-        return redis_lane
-    reason = shm_usable(0)
-    if wanted == "auto" and reason is None and not is_local(worker.url):
-        reason = "the server may be on another host"
-    if reason is None:
-        return ShmLane(shm_folder(worker.keys.run, worker.url))
-    if wanted == "shm":
-        raise PayloadUnreachable(f"broker.lane is shm, but {reason}; use redis")
-    worker.say("lane", f"observations travel through Redis: {reason}")
-    return redis_lane
-
-
-def is_local(url: str) -> bool:
-    """Whether a server URL names this host for certain."""
-    return url.startswith("unix://") or any(f"{name}:" in url.rpartition("@")[2] for name in ("127.0.0.1", "localhost"))
-
-
-class ReplyThread:
-    """Blocks on the reply stream, so that the main loop can wait for replies and environments alike."""
-
-    def __init__(self, replies: Replies) -> None:
-        self._replies = replies
-        self._error: Exception | None = None
-        self._queue: SimpleQueue[Entry] = SimpleQueue()
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        self._waker, self.waitable = theirs, Connection(ours.detach())
-        threading.Thread(target=self._run, name="replies", daemon=True).start()
-
-    def drain(self) -> list[Entry]:
-        """Replies that came since the last call; never waits. Raises what ended the thread."""
-        with contextlib.suppress(BlockingIOError):
-            os.read(self.waitable.fileno(), 4096)
-        if self._error is not None:
-            raise self._error
-        found = []
-        while True:
-            try:
-                found.append(self._queue.get_nowait())
-            except Empty:
-                return found
-
-    def _run(self) -> None:
-        try:
-            while True:
-                try:
-                    replies = self._replies.read(int(BLOCK_S * 1000))
-                except (*UNREACHABLE, OUT_OF_MEMORY):
-                    time.sleep(0.2)
-                    continue
-                for reply in replies:
-                    self._queue.put(reply)
-                if replies:
-                    self._waker.send(b"!")
-        except Exception as exc:
-            self._error = exc
-            self._waker.send(b"!")
 
 
 def make_hosts(config: Config, make: Callable[[Config, int], Host]) -> list[Host]:

@@ -1,0 +1,36 @@
+"""Which way observation bytes go from this process."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from vla_stream.broker.lanes import Lane, RedisLane, ShmLane, shm_folder, shm_usable
+from vla_stream.config import Config
+from vla_stream.errors import PayloadUnreachable
+from workers.worker import Worker
+
+BLOB_LIFETIME_S = 3600.0
+
+
+def choose_lane(config: Config, worker: Worker) -> Lane | None:
+    """The lane for observations too large to go inline; None keeps everything inline."""
+    wanted: Literal["auto", "inline", "shm", "redis"] = config.broker.lane
+    redis_lane = RedisLane(worker.client, worker.keys.blob, BLOB_LIFETIME_S)
+    if wanted == "inline":
+        return None
+    if wanted == "redis":
+        return redis_lane
+    reason = shm_usable(0)
+    if wanted == "auto" and reason is None and not is_local(worker.url):
+        reason = "the server may be on another host"
+    if reason is None:
+        return ShmLane(shm_folder(worker.keys.run, worker.url))
+    if wanted == "shm":
+        raise PayloadUnreachable(f"broker.lane is shm, but {reason}; use redis")
+    worker.say("lane", f"observations travel through Redis: {reason}")
+    return redis_lane
+
+
+def is_local(url: str) -> bool:
+    """Whether a server URL names this host for certain."""
+    return url.startswith("unix://") or any(f"{name}:" in url.rpartition("@")[2] for name in ("127.0.0.1", "localhost"))

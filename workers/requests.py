@@ -1,0 +1,179 @@
+"""A generator's dealings with Redis: requests read, decoded, batched, collated; replies published, then acked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from vla_stream import seeds
+from vla_stream.batching import Batcher, padded_size
+from vla_stream.broker.connection import Client, ServerClock
+from vla_stream.broker.lanes import PayloadReader, shm_folder
+from vla_stream.broker.queue import Entry, WorkQueue
+from vla_stream.broker.scripts import Scripts
+from vla_stream.config import Config
+from vla_stream.environments.protocol import Observations
+from vla_stream.errors import BadMessage, PayloadUnreachable
+from vla_stream.streams.actions import ActionReply
+from vla_stream.streams.keys import GENERATORS
+from vla_stream.streams.obs_requests import ObsRequest
+from vla_stream.streams.observations import unpack_observations
+from workers.worker import Worker
+
+SWEEP_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One request that a generator owns."""
+
+    entry: Entry
+    request: ObsRequest
+    observations: Observations
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Requests for one inference, collated and padded. size: rows with padding."""
+
+    works: list[Work]
+    observations: Observations
+    noise_keys: np.ndarray
+    rows: int
+    born_ms: float
+    taken_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def min_version(self) -> int:
+        return max(work.request.min_version for work in self.works)
+
+    @property
+    def mode(self) -> str:
+        return self.works[0].request.mode
+
+
+# Replies, each with the entry to acknowledge after it is published.
+Answers = list[tuple[Entry, ActionReply]]
+
+
+class Collector:
+    """Stage one: read, decode, batch, collate."""
+
+    def __init__(self, worker: Worker, config: Config, client: Client) -> None:
+        self.worker, self.config, self.client = worker, config, client
+        self.queue = WorkQueue(
+            client, Scripts(client), worker.keys.obs_requests, GENERATORS, worker.id, config.flow.lease_s
+        )
+        self.reader = PayloadReader(client, worker.keys.blob, shm_folder(worker.keys.run, worker.url))
+        self.clock = ServerClock(client)
+        self.batcher: Batcher[Work] = Batcher(config.generators.max_batch_size, config.generators.max_wait_ms)
+        self.refusals: Answers = []
+        self.owned: dict[str, float] = {}  # entry id -> when it was read; until its reply is published
+        self._next_take_over_s = self._next_sweep_s = 0.0
+
+    def recover(self) -> None:
+        """At start and after each reconnect: the group, and what an earlier life or a lost reply left to us (F03)."""
+        for entry in self.queue.recover():
+            self._add(entry)
+
+    def release(self, answers: Answers) -> None:
+        """Their replies are published and they are acknowledged."""
+        for entry, _ in answers:
+            self.owned.pop(entry.id, None)
+
+    def look(self, block_ms: int | None) -> None:
+        """Read what is there, up to what the batch still takes; wait for the first request only when none waits."""
+        now_s = time.monotonic()
+        if now_s >= self._next_take_over_s:
+            self._next_take_over_s = now_s + self.config.flow.lease_s / 2
+            for entry in self.queue.take_over(self.batcher.missing_rows()):
+                self._add(entry)
+        if now_s >= self._next_sweep_s:
+            self._next_sweep_s = now_s + SWEEP_S
+            self.queue.sweep_consumers(idle_ms=int(10 * SWEEP_S * 1000))
+        wanted = self.batcher.missing_rows()
+        block = None if len(self.batcher) else block_ms
+        entries = self.queue.read(wanted) if block is None else self.queue.read_balanced(wanted, block)
+        for entry in entries:
+            self._add(entry)
+
+    def take(self) -> Batch | None:
+        """The batch that is due, collated and padded to one of the fixed sizes."""
+        if not len(self.batcher):
+            return None
+        works = self.batcher.take(self.clock.now_ms())
+        if not works:
+            return None
+        rows = sum(work.request.n for work in works)
+        size = padded_size(rows, self.config.generators.padded_sizes, self.config.generators.max_batch_size)
+        observations = Observations.concatenate([work.observations for work in works])
+        keys = np.concatenate([self._noise_keys(work) for work in works])
+        if size > rows:
+            # Padding repeats the last row: any valid input will do, and its outputs are cut off again.
+            index = np.minimum(np.arange(size), rows - 1)
+            observations, keys = observations.take(index), keys[index]
+        born_ms = min(work.entry.born_ms for work in works)
+        meter = self.worker.meter
+        meter.count("batches")
+        meter.count("requests", len(works))
+        meter.count("rows", rows)
+        meter.mean("fill", rows / self.config.generators.max_batch_size)
+        meter.mean("age_ms", self.clock.now_ms() - born_ms)
+        return Batch(works, observations, keys, rows, born_ms)
+
+    def _noise_keys(self, work: Work) -> np.ndarray:
+        identity = work.request.id
+        return seeds.noise_keys(self.config.seed, identity.ticket, identity.step, work.request.n)
+
+    def _add(self, entry: Entry) -> None:
+        if entry.id in self.owned:
+            return
+        self.owned[entry.id] = time.monotonic()
+        try:
+            request = ObsRequest.from_fields(dict(entry.fields))
+            data = request.payload if request.payload is not None else self.reader.read(request.ref)
+            observations = unpack_observations(data, request.n)
+            self.batcher.add(
+                Work(entry, request, observations), request.n, _shape(request, observations), entry.born_ms
+            )
+        except PayloadUnreachable as exc:
+            self._refuse(entry, request, str(exc))
+        except (BadMessage, ValueError) as exc:
+            self.worker.bury(self.queue.stream, entry, str(exc))
+            self.queue.done([entry.id])
+            del self.owned[entry.id]
+
+    def _refuse(self, entry: Entry, request: ObsRequest, reason: str) -> None:
+        """The slot that waits must hear of it: it aborts its segment and goes on."""
+        self.refusals.append((entry, ActionReply(request.id, self.worker.version, "", None, reason)))
+
+
+class Answerer:
+    """Stage three: publish replies, then acknowledge. A crash in between redelivers; simulators drop the repeat."""
+
+    def __init__(self, worker: Worker, config: Config, client: Client) -> None:
+        self.worker, self.client = worker, client
+        self.queue = WorkQueue(
+            client, Scripts(client), worker.keys.obs_requests, GENERATORS, worker.id, config.flow.lease_s
+        )
+
+    def send(self, answers: Answers) -> None:
+        """One round trip. Replies to a simulator that is gone are not added (NOMKSTREAM), their requests are done."""
+        if not answers:
+            return
+        with self.client.pipeline(transaction=False) as pipe:
+            for _, reply in answers:
+                stream = self.worker.keys.actions(reply.id.simulator)
+                pipe.xadd(stream, reply.to_fields(), nomkstream=True)  # type: ignore[arg-type]
+            self.queue.queue_done(pipe, [entry.id for entry, _ in answers])
+            pipe.execute()
+        self.worker.progress += len(answers)
+
+
+def _shape(request: ObsRequest, observations: Observations) -> Hashable:
+    """Requests that may share a batch: same shapes, same mode."""
+    images = tuple((name, image.shape[1:]) for name, image in sorted(observations.images.items()))
+    return request.mode, images, observations.state.shape[1]
