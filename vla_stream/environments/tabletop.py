@@ -15,8 +15,9 @@ from types import ModuleType
 from typing import Any, ClassVar, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field, field_validator
 
+from vla_stream.config import Section
 from vla_stream.environments.protocol import Observations, Specification, StepResult
 from vla_stream.errors import EnvironmentFailed
 
@@ -42,10 +43,8 @@ _CAMERA_M = np.array([0.32, 0.0, 0.52])
 _CAMERA_FOVY_DEG = 38.0
 
 
-class Delay(BaseModel):
+class Delay(Section):
     """A lognormal waiting time."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     mean: float = Field(ge=0, description="Mean in milliseconds.")
     sigma: float = Field(default=0.5, ge=0, description="Standard deviation of the logarithm; 0: always the mean.")
@@ -124,19 +123,23 @@ class Tabletop:
     clipped; 1 moves the pusher's set-point by 3 cm. One step is 40 ms of physics.
     """
 
-    class Options(BaseModel):
-        """Options of the tabletop."""
-
-        model_config = ConfigDict(extra="forbid", frozen=True)
+    class Options(Section):
+        """Options of `environment.options` when `environment.name` is tabletop."""
 
         shaping: float = Field(
             default=0.0,
             ge=0,
             description="Adds this × decimetres by which the tip came nearer to the named cube; 0: sparse reward.",
         )
-        step_delay_ms: float | Delay = Field(
-            default=0.0, description="Waiting time of each step, to emulate slow physics: a mean, or {mean, sigma}."
+        step_delay_ms: Delay = Field(
+            default=Delay(mean=0.0),
+            description="Waiting time of each step of a batch, to emulate slow physics: a mean, or {mean, sigma}.",
         )
+
+        @field_validator("step_delay_ms", mode="before")
+        @classmethod
+        def _mean_alone(cls, value: object) -> object:
+            return {"mean": value} if isinstance(value, int | float) and not isinstance(value, bool) else value
 
     rows_per_process: ClassVar[int | None] = None
     whole_batch: ClassVar[bool] = False
@@ -149,8 +152,7 @@ class Tabletop:
         self._mujoco = mujoco
         self.rows = rows
         self._shaping = options.shaping
-        delay = options.step_delay_ms
-        self._delay = delay if isinstance(delay, Delay) else Delay(mean=delay)
+        self._delay = options.step_delay_ms
         self._delay_random: np.random.Generator | None = None
         self._geometry = _geometry(mujoco)
         self._renderer = _Renderer(mujoco, self._geometry)

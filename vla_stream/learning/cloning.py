@@ -9,7 +9,7 @@ Shape suffixes: N samples, H actions per chunk, A action dims.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from vla_stream.policies.protocol import GroundedPolicy, NormalisedPolicy, Polic
 from vla_stream.seeds import derive
 
 _FORMAT = "vla-stream demonstrations 1"
+_SCENES = "scenes."
 
 Progress = Callable[[str, int, int], None]
 """Called with the stage's name, what is done, and of how much."""
@@ -107,10 +108,11 @@ def collect_scenes(batch: EnvironmentBatch, count: int, seed: int, progress: Pro
             f"pretrain: environment {type(batch).__name__} has no grounding_targets(), which grounding needs; "
             "set pretrain.grounding_scenes to 0"
         )
+    everyone = np.ones(batch.rows, dtype=bool)
     observations, targets = [], []
     for first, rows in _waves(count, batch):
-        seeds = _seeds("scene", seed, first, rows, len(_all_rows(batch)))
-        observations.append(batch.reset(_all_rows(batch), seeds).take(range(rows)))
+        seeds = _seeds("scene", seed, first, rows, batch.rows)
+        observations.append(batch.reset(everyone, seeds).take(range(rows)))
         targets.append(batch.grounding_targets()[:rows])
         if progress:
             progress("scenes", first + rows, count)
@@ -129,7 +131,10 @@ def warm_start(
     Deterministic for equal arguments, initial weights and one thread. Returns the mean losses of the last tenth of the
     steps. Raises InputError if there are scenes and the policy has no grounding_loss.
     """
-    metrics = {"demonstrations": float(len(demonstrations)), "expert_success": _share(demonstrations)}
+    metrics = {
+        "demonstrations": float(len(demonstrations)),
+        "expert_success": demonstrations.successes / demonstrations.episodes,
+    }
     if isinstance(policy, NormalisedPolicy):
         state = demonstrations.observations.state.astype(np.float64)
         policy.set_state_statistics(state.mean(0).astype(np.float32), state.std(0).astype(np.float32))
@@ -162,33 +167,27 @@ def warm_start(
     return metrics
 
 
-def save_demonstrations(
-    path: Path, demonstrations: Demonstrations, environment: str, scenes: Scenes | None = None
-) -> None:
-    """One safetensors file with JSON metadata, written under another name first: a crash leaves no half file.
-
-    It holds all that a warm start needs, so that the trainer needs no simulator.
-    """
-    parts = {"demos": demonstrations.observations} | ({"scenes": scenes.observations} if scenes is not None else {})
-    sentences = sorted({sentence for observations in parts.values() for sentence in observations.instruction})
-    tensors = {"actions": demonstrations.actions, "valid": demonstrations.valid}
-    for part, observations in parts.items():
-        tensors |= {f"{part}.images.{camera}": image for camera, image in observations.images.items()}
-        tensors[f"{part}.state"] = observations.state
-        numbers = [sentences.index(sentence) for sentence in observations.instruction]
-        tensors[f"{part}.instruction"] = np.array(numbers, dtype=np.int32)
+def save_demonstrations(path: Path, demonstrations: Demonstrations, scenes: Scenes | None, environment: str) -> None:
+    """One safetensors file with JSON metadata, written under another name first: a crash leaves no half file."""
+    sentences = sorted(set(demonstrations.observations.instruction))
     if scenes is not None:
-        tensors["targets"] = scenes.targets
+        sentences = sorted({*sentences, *scenes.observations.instruction})
+    tensors = _tensors("", demonstrations.observations, sentences)
+    tensors |= {"actions": demonstrations.actions, "valid": demonstrations.valid}
+    if scenes is not None:
+        tensors |= _tensors(_SCENES, scenes.observations, sentences) | {_SCENES + "targets": scenes.targets}
     about = {
         "format": _FORMAT,
         "environment": environment,
         "chunk": int(demonstrations.actions.shape[1]),
         "episodes": demonstrations.episodes,
         "successes": demonstrations.successes,
+        "scenes": 0 if scenes is None else len(scenes),
         "sentences": sentences,
     }
     partial = path.with_name(path.name + ".partial")
     path.parent.mkdir(parents=True, exist_ok=True)
+    # safetensors writes the memory as it lies, so every array has to be contiguous.
     contiguous = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
     save_file(contiguous, partial, metadata={"demonstrations": json.dumps(about)})
     partial.replace(path)
@@ -206,34 +205,23 @@ def load_demonstrations(
         raise InputError(f"{path}: cannot read the demonstrations ({exc}); make them with vla-stream demos") from exc
     if about.get("format") != _FORMAT:
         raise InputError(f"{path}: format is {about.get('format')!r}, expected {_FORMAT!r}; make it anew")
-    observations = _loaded_observations(tensors, "demos", about["sentences"])
+    observations = _observations("", tensors, about["sentences"])
     checks = {
-        "environment": (about["environment"], environment),
+        "environment.name": (about["environment"], environment),
         "policy.chunk": (about["chunk"], chunk),
-        "cameras": (
-            {name: image.shape[1:3] for name, image in observations.images.items()},
-            dict(specification.cameras),
-        ),
-        "state dims": (observations.state.shape[1], specification.state_dims),
+        "cameras": ({camera: image.shape[1:3] for camera, image in observations.images.items()}, specification.cameras),
+        "state dims": (tensors["state"].shape[1], specification.state_dims),
         "action dims": (tensors["actions"].shape[2], specification.action_dims),
     }
     for subject, (got, expected) in checks.items():
         if got != expected:
-            raise InputError(
-                f"{path}: made for {subject} {got}, this run has {expected}; make it anew with this config"
-            )
-    scenes = None
-    if "targets" in tensors:
-        scenes = Scenes(_loaded_observations(tensors, "scenes", about["sentences"]), tensors["targets"])
-    valid = tensors["valid"].astype(bool)
-    return Demonstrations(observations, tensors["actions"], valid, about["episodes"], about["successes"]), scenes
-
-
-def _loaded_observations(tensors: Mapping[str, np.ndarray], part: str, sentences: Sequence[str]) -> Observations:
-    prefix = f"{part}.images."
-    images = {name.removeprefix(prefix): array for name, array in tensors.items() if name.startswith(prefix)}
-    numbers = tensors[f"{part}.instruction"]
-    return Observations(images, tensors[f"{part}.state"], [sentences[number] for number in numbers])
+            raise InputError(f"{path}: {subject} is {got}, but this run has {expected}; make the file with its config")
+    demonstrations = Demonstrations(
+        observations, tensors["actions"], tensors["valid"], about["episodes"], about["successes"]
+    )
+    if not about["scenes"]:
+        return demonstrations, None
+    return demonstrations, Scenes(_observations(_SCENES, tensors, about["sentences"]), tensors[_SCENES + "targets"])
 
 
 @dataclass(slots=True)
@@ -249,11 +237,11 @@ def _demonstrate(
     batch: EnvironmentBatch, expert: Expert, first: int, rows: int, action_noise: float, seed: int
 ) -> list[_Episode]:
     """Episodes first … first + rows - 1 in the batch's first rows, at the same time."""
-    everyone = _all_rows(batch)
+    everyone = np.ones(batch.rows, dtype=bool)
     specification = batch.specification
     noise = [np.random.default_rng(derive("demonstration noise", seed, first + row)) for row in range(rows)]
-    observations = batch.reset(everyone, _seeds("demonstration", seed, first, rows, len(everyone)))
-    running = np.arange(len(everyone)) < rows
+    observations = batch.reset(everyone, _seeds("demonstration", seed, first, rows, batch.rows))
+    running = np.arange(batch.rows) < rows
     recorded = [_Episode([], []) for _ in range(rows)]
     while running.any():
         labels = expert.expert_actions()
@@ -264,7 +252,7 @@ def _demonstrate(
             executed[row] += action_noise * noise[row].standard_normal(specification.action_dims, dtype=np.float32)
         executed = executed.clip(specification.action_low, specification.action_high)
         result = batch.step(executed, everyone if batch.whole_batch else running)
-        for row in np.flatnonzero(running & result.success):
+        for row in map(int, np.flatnonzero(running & result.success)):
             recorded[row].success = True
         running &= ~(result.terminated | result.truncated)
         observations = result.observations
@@ -315,21 +303,27 @@ def _minibatches(samples: int, size: int, steps: int, seed: int) -> Iterator[np.
         order = order[size:]
 
 
+def _tensors(prefix: str, observations: Observations, sentences: list[str]) -> dict[str, np.ndarray]:
+    """Observations as named arrays; a sentence becomes its number i32 in `sentences`."""
+    images = {f"{prefix}images.{camera}": image for camera, image in observations.images.items()}
+    numbers = np.array([sentences.index(sentence) for sentence in observations.instruction], dtype=np.int32)
+    return images | {prefix + "state": observations.state, prefix + "instruction": numbers}
+
+
+def _observations(prefix: str, tensors: dict[str, np.ndarray], sentences: list[str]) -> Observations:
+    """The inverse of `_tensors`."""
+    start = prefix + "images."
+    images = {name.removeprefix(start): array for name, array in tensors.items() if name.startswith(start)}
+    instruction = [sentences[number] for number in tensors[prefix + "instruction"]]
+    return Observations(images, tensors[prefix + "state"], instruction)
+
+
 def _waves(episodes: int, batch: EnvironmentBatch) -> Iterator[tuple[int, int]]:
     """(first episode, number of episodes) of each round in which the batch's rows run together."""
-    rows = len(_all_rows(batch))
-    for first in range(0, episodes, rows):
-        yield first, min(rows, episodes - first)
-
-
-def _all_rows(batch: EnvironmentBatch) -> np.ndarray:
-    return np.ones(batch.rows, dtype=bool)
+    for first in range(0, episodes, batch.rows):
+        yield first, min(batch.rows, episodes - first)
 
 
 def _seeds(purpose: str, seed: int, first: int, rows: int, size: int) -> np.ndarray:
     """Reset seeds u64[size] of episodes first … first + rows - 1; the rows beyond repeat the last one."""
     return np.array([derive(purpose, seed, first + min(row, rows - 1)) for row in range(size)], dtype=np.uint64)
-
-
-def _share(demonstrations: Demonstrations) -> float:
-    return demonstrations.successes / demonstrations.episodes

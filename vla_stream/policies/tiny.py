@@ -22,10 +22,11 @@ from functools import lru_cache
 import numpy as np
 import torch
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vla_stream.config import Section
 from vla_stream.environments.protocol import Observations, Specification
 from vla_stream.errors import InputError
 from vla_stream.policies.protocol import Act, Evaluation, row_noise
@@ -39,10 +40,8 @@ _LOG_2PI = math.log(2 * math.pi)
 class Tiny(nn.Module):
     """The network, about 130 k parameters with one camera. Takes any cameras of at least 16 × 16 and any sentence."""
 
-    class Options(BaseModel):
-        """Options of the tiny policy."""
-
-        model_config = ConfigDict(extra="forbid", frozen=True)
+    class Options(Section):
+        """Options of `policy.options` when `policy.name` is tiny."""
 
         initial_std: float = Field(default=0.37, gt=0, description="First standard deviation of every action dim.")
         min_std: float = Field(default=0.05, gt=0, description="Floor of the learned standard deviations.")
@@ -52,6 +51,7 @@ class Tiny(nn.Module):
     _HEADS = 4
     _LAYERS = 2
     _CHANNELS = 24
+    _MIXED_CHANNELS = 32
     _KEYPOINTS = 8
     _BUCKETS = 512
 
@@ -74,9 +74,9 @@ class Tiny(nn.Module):
         self.word_place = nn.Parameter(0.02 * torch.randn(options.words, width))
         self.patch = nn.Conv2d(3, self._CHANNELS, _PATCH, stride=_PATCH)
         self.patch_film = nn.Linear(width // 2, 2 * self._CHANNELS)
-        self.mix = nn.Conv2d(self._CHANNELS, 2 * self._CHANNELS, 3, padding=1)
-        self.mix_film = nn.Linear(width // 2, 4 * self._CHANNELS)
-        self.maps = nn.Conv2d(2 * self._CHANNELS, self._KEYPOINTS, 1)
+        self.mix = nn.Conv2d(self._CHANNELS, self._MIXED_CHANNELS, 3, padding=1)
+        self.mix_film = nn.Linear(width // 2, 2 * self._MIXED_CHANNELS)
+        self.maps = nn.Conv2d(self._MIXED_CHANNELS, self._KEYPOINTS, 1)
         self.keypoint_token = nn.Linear(3, width)
         self.keypoint_place = nn.Parameter(0.02 * torch.randn(len(self._cameras), self._KEYPOINTS, width))
         self.state_token = nn.Linear(specification.state_dims, width)
@@ -147,9 +147,9 @@ class Tiny(nn.Module):
         tokens_BND = torch.cat([queries, state_token, keypoint_tokens, words_BWD], dim=1)
         others = present_BW.new_ones(rows, tokens_BND.shape[1] - self._words)
         mask = torch.cat([others, present_BW], dim=1)[:, None, None, :]
-        for block in self.blocks:
-            tokens_BND = block(tokens_BND, mask)
-        outputs = self.norm(tokens_BND[:, :2])
+        for block in self.blocks[:-1]:
+            tokens_BND = block(tokens_BND, mask, tokens_BND.shape[1])
+        outputs = self.norm(self.blocks[-1](tokens_BND, mask, 2))
         mean = self.action_head(outputs[:, 0]).reshape(rows, self._chunk, self._specification.action_dims)
         return mean, self.value_head(outputs[:, 1]).squeeze(-1)
 
@@ -165,7 +165,8 @@ class Tiny(nn.Module):
         """x, y in [-1, 1] and the log of how clearly it is seen, of each keypoint in each camera: [B, C, K, 3]."""
         cameras = []
         for camera in self._cameras:
-            pixels = self._tensor(observations.images[camera]).permute(0, 3, 1, 2).to(self.log_std.dtype) / 255 - 0.5
+            pixels = self._tensor(observations.images[camera]).permute(0, 3, 1, 2).to(self.log_std.dtype)
+            pixels = pixels.div_(255).sub_(0.5)
             features = F.relu(_film(self.patch(pixels), self.patch_film(sentence_BD)))
             features = F.relu(_film(self.mix(features), self.mix_film(sentence_BD)))
             cameras.append(_spatial_softmax(self.maps(features)))
@@ -185,25 +186,28 @@ class _Block(nn.Module):
         super().__init__()
         self.heads = heads
         self.before_attention = nn.LayerNorm(width)
-        self.queries_keys_values = nn.Linear(width, 3 * width)
+        self.queries = nn.Linear(width, width)
+        self.keys_values = nn.Linear(width, 2 * width)
         self.attended = nn.Linear(width, width)
         self.before_mlp = nn.LayerNorm(width)
         self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
 
-    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, mask: Tensor, first: int) -> Tensor:
+        """The first tokens [B, first, D] after attending to all tokens [B, N, D]; the last block needs no more."""
         rows, count, width = tokens.shape
-        packed = self.queries_keys_values(self.before_attention(tokens))
-        query, key, value = packed.view(rows, count, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        normal = self.before_attention(tokens)
+        query = self.queries(normal[:, :first]).view(rows, first, self.heads, -1).transpose(1, 2)
+        key, value = self.keys_values(normal).view(rows, count, 2, self.heads, -1).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-        tokens = tokens + self.attended(attended.transpose(1, 2).reshape(rows, count, width))
-        result: Tensor = tokens + self.mlp(self.before_mlp(tokens))
+        kept = tokens[:, :first] + self.attended(attended.transpose(1, 2).reshape(rows, first, width))
+        result: Tensor = kept + self.mlp(self.before_mlp(kept))
         return result
 
 
 def _film(features: Tensor, modulation: Tensor) -> Tensor:
     """Scale and shift each channel of features [B, C, h, w] by modulation [B, 2C]."""
     scale, shift = modulation[:, :, None, None].chunk(2, dim=1)
-    return features * (1 + scale) + shift
+    return torch.addcmul(shift, features, 1 + scale)
 
 
 def _spatial_softmax(maps: Tensor) -> Tensor:
