@@ -24,7 +24,7 @@ from vla_stream.broker.connection import OUT_OF_MEMORY, UNREACHABLE, address, co
 from vla_stream.broker.scripts import CLAIM_WORKER, RELEASE_WORKER
 from vla_stream.broker.server import MALLOC_ENVIRONMENT
 from vla_stream.errors import InputError
-from vla_stream.flow import Flow
+from vla_stream.flow import Flow, FlowState
 from vla_stream.streams import notices, presence
 from vla_stream.streams.keys import Keys
 from workers.environment_host import RestartBudget
@@ -71,6 +71,7 @@ class Child:
     log_start: int = 0
     silent_since_s: float | None = None
     kill_reason: str = ""
+    asked: bool = False  # to leave
 
 
 @dataclass(slots=True)
@@ -155,8 +156,10 @@ class Supervisor:
         """One round: reap, restart, look for silent workers and missing roles, sweep. Returns what happened."""
         now_s = time.monotonic()
         told = self._reap(now_s)
+        if self.draining:
+            self._ask_to_leave()
         if self.draining and now_s > self._drain_until_s and self.children:
-            told.append(Notice("stopped", "supervisor", f"{self._names()} did not finish in time and are stopped"))
+            told.append(Notice("stopped", "supervisor", f"{self._names()}: not finished in time, stopped"))
             self._terminate()
         try:
             told += self._restart_pending()
@@ -168,7 +171,7 @@ class Supervisor:
             if self.unreachable_since_s is not None:
                 self.unreachable_since_s = None
                 told.append(Notice("redis", "supervisor", f"Redis at {address(self._client)} answers again"))
-            self._unsent.extend(told)
+            self._unsent.extend(notice for notice in told if notice.kind != "ended")  # its worker said so itself
             while self._unsent:
                 notice = self._unsent[0]
                 notices.say(self._client, self.keys, notice.worker, notice.kind, notice.text)
@@ -185,15 +188,24 @@ class Supervisor:
         return told
 
     def drain(self, deadline_s: float) -> None:
-        """Ask all workers to finish what they have begun. `step()` stops those that take longer than `deadline_s`."""
+        """Ask all workers to finish what they have begun. `step()` stops those that take longer than `deadline_s`.
+
+        Generators are asked when no simulator is left here: a segment in flight needs them to its end.
+        """
         if not self.draining:
             self.draining = True
             self._drain_until_s = time.monotonic() + deadline_s
             for child in list(self.children.values()):
                 if child.process is None:
                     self._forget(child, EXIT_FINISHED)
-                else:
-                    send_signal(child.process, signal.SIGTERM)
+            self._ask_to_leave()
+
+    def _ask_to_leave(self) -> None:
+        simulating = self.count("simulator") > 0
+        for child in self.children.values():
+            if child.process is not None and not child.asked and not (child.role == "generator" and simulating):
+                child.asked = True
+                send_signal(child.process, signal.SIGTERM)
 
     def stop(self) -> None:
         """End all workers now, and give their names back. Returns when none is left."""
@@ -204,6 +216,13 @@ class Supervisor:
         """Stop, and give up the connection."""
         self.stop()
         self._client.close()
+
+    def flow_state(self) -> tuple[FlowState | None, bool]:
+        """The run's state, None if there is none, and whether the server answered."""
+        try:
+            return self._flow.state(), True
+        except UNREACHABLE:
+            return None, False
 
     def count(self, role: str) -> int:
         """Workers of a role that run here, or are about to be restarted."""

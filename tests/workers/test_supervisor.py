@@ -159,7 +159,24 @@ def test_draining_waits_for_those_that_finish_and_stops_those_that_do_not(bench:
     assert supervisor.finished["simulator-0"] == 0
     assert supervisor.finished["generator-0"] == -signal.SIGKILL
     assert "restarted" not in bench.kinds()
-    assert bench.first("stopped").text == "generator-0 did not finish in time and are stopped"
+    assert bench.first("stopped").text == "generator-0: not finished in time, stopped"
+
+
+def test_generators_are_asked_to_leave_only_when_the_simulators_have_left(bench: Bench) -> None:
+    supervisor = bench.supervise(
+        f"gate = os.path.join(FOLDER, 'gate')\n{UNTIL_TOLD}"
+        "while sys.argv[1] == 'simulator' and not os.path.exists(gate): time.sleep(0.01)\n"
+    )
+    supervisor.launch("simulator", 1)
+    supervisor.launch("generator", 1)
+    bench.until(lambda: bool(bench.pids("simulator-0") and bench.pids("generator-0")))
+    supervisor.drain(10)
+    until_s = time.monotonic() + 0.3
+    bench.until(lambda: time.monotonic() > until_s)
+    assert list(supervisor.children) == ["simulator-0", "generator-0"]
+    (bench.folder / "gate").touch()
+    bench.until(lambda: not supervisor.children)
+    assert supervisor.finished == {"simulator-0": 0, "generator-0": 0}
 
 
 def test_a_worker_that_crashes_while_draining_is_reported_and_stays_down(bench: Bench) -> None:

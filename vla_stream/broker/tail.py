@@ -40,3 +40,9 @@ class Tail:
     def _newest_id(self) -> str:
         reply: Any = self.client.xrevrange(self.stream, count=1)
         return to_entry(reply[0]).id if reply else "0"
+
+
+def newest_entries(client: Client, stream: str, count: int) -> list[Entry]:
+    """The newest `count` entries, oldest first."""
+    reply: Any = client.xrevrange(stream, count=count)
+    return [to_entry(item) for item in reversed(reply)]

@@ -102,6 +102,11 @@ class Keys:
         return self._key("worker:*").replace("[", "\\[")
 
     @property
+    def everything_pattern(self) -> str:
+        """SCAN pattern of all keys of the run, for its end."""
+        return self._key("*").replace("[", "\\[")
+
+    @property
     def config(self) -> str:
         """String: the resolved config as JSON, for workers that attach."""
         return self._key("config")

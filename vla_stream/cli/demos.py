@@ -1,0 +1,62 @@
+"""`vla-stream demos`: the environment's expert, recorded for the warm start. Needs the simulator, not the policy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from vla_stream.cli.options import config_options, follow_launcher
+from vla_stream.errors import InputError
+
+ROWS = 16  # environments that demonstrate side by side; what is recorded does not depend on it
+
+
+@click.command()
+@config_options
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=Path("demos.safetensors"),
+    show_default=True,
+)
+def demos(configs: tuple[Path, ...], overrides: tuple[str, ...], output: Path) -> None:
+    """Record demonstrations, as the section `pretrain` of CONFIG... says, into one file.
+
+    `run` does this by itself; a file of your own goes into pretrain.demos.
+    """
+    follow_launcher()
+    from vla_stream import config as settings
+    from vla_stream.learning import cloning
+    from workers.environment_host import make_batch
+
+    config = settings.load(configs, overrides)
+    if config.pretrain is None:
+        raise InputError("pretrain: the config has no such section, expected one that says how many; add pretrain: {}")
+
+    def progress(stage: str, done: int, of: int) -> None:
+        click.echo(f"{stage} {done}/{of}", err=True)
+
+    wanted = max(config.pretrain.episodes, config.pretrain.grounding_scenes)
+    batch = make_batch(config.environment, rows_for(config.environment.name, min(ROWS, wanted)))
+    try:
+        p, chunk = config.pretrain, config.policy.chunk
+        recorded = cloning.collect_demonstrations(batch, p.episodes, p.action_noise, chunk, p.seed, progress)
+        scenes = cloning.collect_scenes(batch, p.grounding_scenes, p.seed, progress) if p.grounding_scenes else None
+    finally:
+        batch.close()
+    cloning.save_demonstrations(output, recorded, scenes, config.environment.name)
+    click.echo(
+        f"{recorded.episodes} demonstrations, {recorded.successes} of them successful, {len(recorded)} samples"
+        + (f", {len(scenes)} scenes" if scenes is not None else "")
+        + f": {output}"
+    )
+
+
+def rows_for(environment: str, wanted: int) -> int:
+    """As many rows as wanted, or as one process may hold."""
+    from vla_stream import plugins
+
+    most: int | None = plugins.load_class(plugins.ENVIRONMENTS, environment).rows_per_process
+    return wanted if most is None else min(wanted, most)

@@ -1,0 +1,113 @@
+"""`vla-stream eval`: success of a checkpoint on fixed, held-out seeds, reproducible to the last episode."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+from vla_stream.cli.options import config_options, follow_launcher
+from vla_stream.errors import InputError
+
+ROWS = 16  # always the same, whatever the number of episodes: a seed then gives the same outcome every time
+
+
+@click.command()
+@config_options
+@click.option(
+    "--checkpoint",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="A checkpoint folder, or a run's folder for its newest one.",
+)
+@click.option("--episodes", type=click.IntRange(min=1), help="Seeds to play; default: evaluation.episodes, at least 1.")
+@click.option("--seed", type=click.IntRange(min=0), help="First seed; default: evaluation.seed.")
+@click.option(
+    "--replace",
+    metavar="WORD=WORD,...",
+    help="Give the policy other words than the task's, for example red=green,green=blue,blue=red: "
+    "if language decides, success falls.",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object with the outcome of every seed.")
+def evaluate(
+    configs: tuple[Path, ...],
+    overrides: tuple[str, ...],
+    checkpoint: Path,
+    episodes: int | None,
+    seed: int | None,
+    replace: str | None,
+    as_json: bool,
+) -> None:
+    """Play the policy of a checkpoint without sampling, one episode per seed, and print success with its interval."""
+    follow_launcher()
+    override = word_replacement(replace) if replace else None
+    import torch
+
+    from vla_stream import config as settings
+    from vla_stream import evaluation
+    from vla_stream.cli.demos import rows_for
+    from workers.environment_host import make_batch
+    from workers.models import make_policy, torch_device
+    from workers.trainer import load_policy
+
+    torch.set_num_threads(1)
+    config = settings.load(configs, overrides)
+    place = find_checkpoint(checkpoint)
+    number = episodes or max(1, config.evaluation.episodes)
+    first = config.evaluation.seed if seed is None else seed
+    batch = make_batch(config.environment, rows_for(config.environment.name, ROWS))
+    try:
+        policy = make_policy(config, batch.specification, torch_device(config.generators.device))
+        load_policy(policy, place)
+
+        def progress(done: int, of: int) -> None:
+            click.echo(f"episode {done}/{of}", err=True)
+
+        seeds = range(first, first + number)
+        outcomes = evaluation.evaluate(policy, batch, config.policy.chunk, seeds, override, progress)
+    finally:
+        batch.close()
+    successes = int(outcomes.success.sum())
+    low, high = evaluation.wilson_interval(successes, number)
+    result = {
+        "checkpoint": str(place),
+        "episodes": number,
+        "seed": first,
+        "success": successes / number,
+        "low": low,
+        "high": high,
+        "return": float(outcomes.returns.mean()),
+        "steps": float(outcomes.steps.mean()),
+    }
+    if as_json:
+        click.echo(json.dumps(result | {"successes": outcomes.success.astype(int).tolist()}))
+        return
+    click.echo(
+        f"{place}: success {successes}/{number} = {successes / number:.3f} (95 % {low:.3f} to {high:.3f}), "
+        f"return {result['return']:.3f}, {result['steps']:.1f} steps per episode"
+    )
+
+
+def find_checkpoint(folder: Path) -> Path:
+    """`folder` itself, or the newest complete checkpoint under it. Raises InputError."""
+    from vla_stream.learning import checkpoint
+
+    if (folder / checkpoint.META).exists():
+        return folder
+    for place in (folder, folder / "checkpoints"):
+        found, _ = checkpoint.newest(place)
+        if found is not None:
+            return found.path
+    raise InputError(f"{folder}: holds no complete checkpoint, expected one, for example runs/demo/checkpoints/000040")
+
+
+def word_replacement(text: str) -> Callable[[str], str]:
+    """From `red=green,green=red` to a function that replaces all whole words at once. Raises InputError."""
+    pairs = dict(part.split("=", 1) for part in text.split(",") if "=" in part)
+    if not pairs or len(pairs) != len(text.split(",")) or "" in pairs:
+        raise InputError(f"--replace {text}: expected WORD=WORD,..., for example red=green,green=red")
+    pattern = re.compile(rf"\b({'|'.join(re.escape(word) for word in pairs)})\b")
+    return lambda sentence: pattern.sub(lambda match: pairs[match[0]], sentence)

@@ -1,0 +1,128 @@
+"""After the last update: evaluation of the first and the last checkpoint, the curve, and the words for the person."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vla_stream.cli import curve as curves
+from vla_stream.cli import samples
+from vla_stream.cli.folder import CONFIG_FILE
+from vla_stream.cli.helper import Helper, wait_for
+from vla_stream.cli.progress import count, duration
+from vla_stream.config import Config
+from vla_stream.errors import RunFailed
+from vla_stream.evaluation import mcnemar
+
+CURVE_FILE, SUMMARY_FILE, CHECKPOINTS = "curve.png", "summary.json", "checkpoints"
+
+
+def evaluate_ends(
+    config: Config, run_dir: Path, idle: Callable[[], bool], tell: Callable[[str], None]
+) -> dict[str, dict[str, Any]]:
+    """Play checkpoint 0 and the newest on the same held-out seeds, side by side in processes of their own.
+
+    Returns what `vla-stream eval --json` says, under `before` and `after`; empty without episodes or checkpoints.
+    Raises Interrupted, or RunFailed.
+    """
+    folders = sorted(path for path in (run_dir / CHECKPOINTS).glob("[0-9]*") if path.is_dir())
+    if not config.evaluation.episodes or not folders:
+        return {}
+    ends = {"after": folders[-1]}
+    if int(folders[0].name) == 0 and len(folders) > 1:
+        ends["before"] = folders[0]
+    names = " and ".join(str(int(folder.name)) for folder in sorted(ends.values()))
+    tell(f"evaluating update {names} on {config.evaluation.episodes} held-out seeds")
+    logs = run_dir / "logs"
+
+    def start(when: str) -> Helper:
+        arguments = ["eval", str(run_dir / CONFIG_FILE), "--checkpoint", str(ends[when]), "--json"]
+        return Helper(f"evaluation {when}", arguments, logs / f"eval-{when}.json", logs / f"eval-{when}.log")
+
+    groups = [list(ends)] if (os.cpu_count() or 1) > 1 else [[when] for when in ends]
+    for group in groups:
+        wait_for([start(when) for when in group], idle, tell)
+    results = {}
+    for when in ends:
+        try:
+            results[when] = json.loads((logs / f"eval-{when}.json").read_text(encoding="utf-8"))
+        except ValueError as exc:
+            raise RunFailed(f"evaluation {when}: its output is no JSON; see {logs}/eval-{when}.log") from exc
+    now_s = time.time()
+    records: list[dict[str, object]] = [
+        {"time": now_s, "kind": "evaluation", "when": when, **{k: v for k, v in result.items() if k != "successes"}}
+        for when, result in results.items()
+    ]
+    samples.append(run_dir / samples.METRICS_FILE, records)
+    return results
+
+
+def draw_curve(config: Config, run_dir: Path) -> curves.Curve:
+    """runs/<name>/curve.png from what metrics.jsonl holds so far; no file without an update."""
+    curve = curves.trace(samples.load(run_dir / samples.METRICS_FILE))
+    if curve.updates:
+        title = f"{config.name}: {config.policy.name} on {config.environment.name}"
+        curves.draw(curve, run_dir / CURVE_FILE, title)
+    return curve
+
+
+def summarise(config: Config, run_dir: Path, results: dict[str, dict[str, Any]], session_s: float) -> list[str]:
+    """Draw the curve, write summary.json, and return the closing lines."""
+    records = samples.load(run_dir / samples.METRICS_FILE)
+    curve = draw_curve(config, run_dir)
+    sampled = sum(samples.number(record, "env_steps") or 0.0 for record in records if record.get("role") == "simulator")
+    trained = curve.env_steps[-1] if curve.env_steps else 0.0
+    seconds = 60 * curve.minutes[-1] if curve.minutes else 0.0
+    updates = int(samples.number(curve.updates[-1], "update") or 0) if curve.updates else 0
+    summary: dict[str, Any] = {
+        "run": config.name,
+        "updates": updates,
+        "env_steps_trained": trained,
+        "env_steps_sampled": sampled,
+        "training_s": seconds,
+        "session_s": session_s,
+        "env_steps_per_s": trained / seconds if seconds else None,
+    }
+    lines = []
+    for when, result in results.items():
+        summary[when] = {name: result[name] for name in ("success", "low", "high", "episodes", "seed", "checkpoint")}
+    if "before" in results and "after" in results:
+        before, after = (np.array(results[when]["successes"], dtype=bool) for when in ("before", "after"))
+        summary["mcnemar_p"] = mcnemar(before, after)
+        lines.append(
+            f"success {_rate(results['before'])} → {_rate(results['after'])} on {len(after)} held-out seeds, "
+            f"McNemar p = {summary['mcnemar_p']:.2g}"
+        )
+    elif "after" in results:
+        lines.append(f"success {_rate(results['after'])} on {results['after']['episodes']} held-out seeds")
+    rate = f": {count(trained / seconds)} per second" if seconds else ""
+    lines.append(
+        f"{updates} updates from {count(trained)} environment steps in {duration(seconds)}{rate} "
+        f"(session {duration(session_s)})"
+    )
+    checkpoints = sorted((run_dir / CHECKPOINTS).glob("[0-9]*"))
+    if checkpoints:
+        lines.append(f"policy   {_shown(checkpoints[-1])}")
+    if (run_dir / CURVE_FILE).exists():
+        lines.append(f"curve    {_shown(run_dir / CURVE_FILE)}")
+    lines.append(f"metrics  {_shown(run_dir / samples.METRICS_FILE)}")
+    (run_dir / SUMMARY_FILE).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    return lines
+
+
+def _rate(result: dict[str, Any]) -> str:
+    return f"{result['success']:.3f} ({result['low']:.2f} to {result['high']:.2f})"
+
+
+def _shown(path: Path) -> str:
+    """Relative to where the person is, if it is below."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

@@ -1,0 +1,68 @@
+"""A command of ours as a process beside the launcher: demonstrations, evaluations. The launcher stays responsive."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from vla_stream.errors import RunFailed
+from workers.processes import kill_group, log_tail
+
+TELL_S = 15.0
+
+
+class Interrupted(Exception):
+    """The person asked to end."""
+
+
+class Helper:
+    """`vla-stream <arguments>`; what it prints goes to `output`, its progress and errors to `log`."""
+
+    def __init__(self, name: str, arguments: Sequence[str], output: Path, log: Path) -> None:
+        self.name, self.output, self.log = name, output, log
+        with output.open("wb") as out, log.open("wb") as err:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "vla_stream.cli.main", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env={"OMP_NUM_THREADS": "1", **os.environ, "VLA_STREAM_PARENT": str(os.getpid())},
+                start_new_session=True,
+            )
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            kill_group(self.process)
+            self.process.wait()
+
+    def last_word(self) -> str:
+        lines = log_tail(self.log)
+        return lines[-1] if lines else ""
+
+
+def wait_for(helpers: Sequence[Helper], idle: Callable[[], bool], tell: Callable[[str], None]) -> None:
+    """Until all have ended well. `idle` is called often; when it answers True, the helpers are killed.
+
+    Raises Interrupted, or RunFailed with the last line of the one that failed.
+    """
+    next_word_s = time.monotonic() + TELL_S
+    try:
+        while any(helper.process.poll() is None for helper in helpers):
+            if idle():
+                raise Interrupted
+            if time.monotonic() > next_word_s:
+                next_word_s = time.monotonic() + TELL_S
+                for helper in helpers:
+                    tell(f"{helper.name}: {helper.last_word() or 'starts'}")
+            time.sleep(0.05)
+        for helper in helpers:
+            if helper.process.returncode:
+                last = helper.last_word().removeprefix("Error: ") or f"exit code {helper.process.returncode}"
+                raise RunFailed(f"{helper.name}: {last}; see {helper.log}")
+    finally:
+        for helper in helpers:
+            helper.kill()

@@ -1,0 +1,294 @@
+"""The life of a run on this host: its flow on the server, its workers under a supervisor, its end in every case."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from vla_stream.broker.connection import OUT_OF_MEMORY, UNREACHABLE, Client, check_server, connect
+from vla_stream.broker.lanes import shm_folder
+from vla_stream.broker.scripts import CLAIM_WORKER, RELEASE_WORKER
+from vla_stream.broker.server import EmbeddedServer
+from vla_stream.broker.tail import Tail
+from vla_stream.cli.display import Display
+from vla_stream.cli.progress import Progress
+from vla_stream.cli.samples import METRICS_FILE, MetricsFile
+from vla_stream.cli.signals import Signals
+from vla_stream.config import Config
+from vla_stream.errors import InputError, RunFailed
+from vla_stream.flow import Flow, FlowState
+from vla_stream.streams import presence
+from vla_stream.streams.keys import Keys
+from workers.janitor import Janitor
+from workers.supervisor import ROLES, Notice, Supervisor
+
+LAUNCHER = "launcher"
+LAUNCHER_TTL_S = 30.0
+BEAT_S = 1.0
+STEP_S = 0.1
+END_DRAIN_S = 5.0  # for segments in flight once the last update is done: nobody will train them
+OTHERS_LEAVE_S = 4.0  # attached workers see the end within a second
+EVENT_EVERY_S = 5.0  # per kind, on the terminal; all of them stand in the stream
+EVENTS_AT_ONCE = 500
+QUIET_EVENTS = frozenset({"started", "ended"})
+
+Ending = Literal["finished", "interrupted", "stopped"]
+
+
+@contextlib.contextmanager
+def server_for(url: str | None, logs: Path) -> Iterator[tuple[str, EmbeddedServer | None]]:
+    """The given server, or one of our own that ends with this context and with this process."""
+    if url is not None:
+        yield url, None
+        return
+    with EmbeddedServer.start(logs) as server:
+        yield server.url, server
+
+
+class Launch:
+    """One session of a run. `with Launch(...) as launch:` creates the flow and, at last, clears everything away."""
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        url: str,
+        server: EmbeddedServer | None,
+        signals: Signals,
+        display: Display,
+        *,
+        resume: bool,
+    ) -> None:
+        self.config, self.run_dir, self.url, self.server = config, run_dir, url, server
+        self.signals, self.display, self.resume = signals, display, resume
+        self.keys = Keys(config.name)
+        self.client: Client = connect(url, name="launcher", margin_s=3.0)
+        self.flow = Flow(self.client, self.keys)
+        self.progress = Progress(config.updates)
+        self.supervisor: Supervisor | None = None
+        self._shm = shm_folder(config.name, url)
+        self._janitor: Janitor | None = None
+        self._token = secrets.token_hex(8)
+        self._metrics = MetricsFile(self.client, self.keys, run_dir / METRICS_FILE)
+        self._events = Tail(self.client, self.keys.events)
+        self._told: deque[str] = deque(maxlen=200)
+        self._event_times: dict[str, float] = {}
+        self._next_beat_s = 0.0
+        self._claimed = False
+
+    def __enter__(self) -> Launch:
+        try:
+            check_server(self.client)
+            self._create()
+            self._claim()
+            # Ours alone from here on: no other launcher has this run on this server.
+            self._janitor = Janitor(self._shm)
+            self._events.newest()
+        except BaseException:
+            self._clear_up()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._clear_up()
+
+    # ---- the run
+
+    def launch_workers(self) -> None:
+        """Trainer, generators, simulators, as many as the config says."""
+        self.supervisor = Supervisor(
+            self.url,
+            self.config.name,
+            self.config.runs_dir,
+            lease_s=self.config.flow.lease_s,
+            watch_roles=True,
+            shm=self._shm,
+        )
+        counts = {"trainer": 1, "generator": self.config.generators.count, "simulator": self.config.simulators.count}
+        for role in ROLES:
+            self.supervisor.launch(role, counts[role])
+
+    def drive(self) -> Ending:
+        """Until the last update, an end that somebody asked for, or a failed role (RunFailed)."""
+        supervisor = self.supervisor
+        assert supervisor is not None
+        ending: Ending = "finished"
+        while True:
+            self._tell(supervisor.step())
+            if supervisor.failures and not supervisor.draining:
+                role, cause = next(iter(supervisor.failures.items()))
+                raise RunFailed(
+                    f"{role}: {cause}; see {self.run_dir / 'logs'}/ and `--resume` to go on from its checkpoint"
+                )
+            state = self.beat()
+            if self.signals.asked >= 2:
+                self.desire("stopped")
+                supervisor.stop()
+                return "interrupted"
+            if not supervisor.draining:
+                ended = self._reason_to_end(state, supervisor)
+                if ended is not None:
+                    ending = ended
+            elif not supervisor.children:
+                return ending
+            time.sleep(STEP_S)
+
+    def _reason_to_end(self, state: FlowState | None, supervisor: Supervisor) -> Ending | None:
+        """Looks for one, and begins to drain when there is one."""
+        deadline_s = self.config.flow.drain_deadline_s
+        if self.signals.asked:
+            self.display.tell("ending: segments in flight are finished; Ctrl-C again stops at once")
+            self.desire("draining")
+            supervisor.drain(deadline_s)
+            return "interrupted"
+        if state is not None and state.desired in ("draining", "stopped"):
+            self.display.tell(f"the run is {state.desired}, as somebody asked for; its workers end")
+            supervisor.drain(deadline_s if state.desired == "draining" else END_DRAIN_S)
+            return "stopped"
+        if supervisor.finished.get("trainer-0") != 0:
+            return None
+        update = self.progress.update if state is None else state.update
+        if update < self.config.updates:
+            raise RunFailed(
+                f"trainer: ended at update {update} of {self.config.updates} although nobody asked; "
+                f"see {self.run_dir / 'logs' / 'trainer-0.log'}"
+            )
+        self.desire("draining")
+        supervisor.drain(END_DRAIN_S)
+        return "finished"
+
+    def beat(self) -> FlowState | None:
+        """Keep the launcher's name, read metrics and events, show them. None when the server does not answer."""
+        if self.server is not None and not self.server.alive:
+            self.display.tell("the embedded Redis server died; a new one takes its place")
+            self.server.restart()
+        state = None
+        with contextlib.suppress(*UNREACHABLE, OUT_OF_MEMORY):
+            state = self.flow.state()
+            if state is None:
+                # Restarted or flushed: what it held is lost, checkpoints are not.
+                self.display.tell(
+                    "the server lost the run's state; it is made anew, the trainer goes on from its checkpoint"
+                )
+                self.flow.create(self.config)
+                state = self.flow.state()
+            self._read(state)
+        self.display.show(self.progress)
+        return state
+
+    def read_metrics(self) -> None:
+        """What workers wrote since the last look, also after their end."""
+        with contextlib.suppress(*UNREACHABLE):
+            self.progress.add(self._metrics.read())
+
+    def desire(self, desired: Literal["running", "paused", "draining", "stopped"]) -> None:
+        with contextlib.suppress(*UNREACHABLE, OUT_OF_MEMORY):
+            self.flow.set_desired(desired, by="vla-stream run")
+
+    def idle(self) -> bool:
+        """For waiting on helpers: whether the person asked to end."""
+        self.beat()
+        return self.signals.asked > 0
+
+    # ---- the server's side
+
+    def _create(self) -> None:
+        """F50: a run of this name with live workers is somebody else's; what a dead one left is cleared away."""
+        if self.flow.create(self.config):
+            return
+        others = presence.alive(self.client, self.keys)
+        leaders = [item for item in others if item.role in (LAUNCHER, "trainer")]
+        if leaders or (others and not self.resume):
+            first = (leaders or others)[0]
+            raise InputError(
+                f"run {self.config.name}: already runs on this server ({len(others)} live workers, for example "
+                f"{first.id} on {first.host}); give another --run NAME, "
+                f"or end it with: vla-stream stop --run {self.config.name}"
+            )
+        if others:
+            # Pools that outlived the launcher: they go on with the new trainer.
+            self.client.set(self.keys.config, self.config.model_dump_json())
+            self.flow.set_desired("running", by="vla-stream run --resume")
+            self.display.tell(f"taking over run {self.config.name} with {len(others)} attached workers")
+            return
+        delete_keys(self.client, self.keys)
+        self.flow.create(self.config)
+
+    def _claim(self) -> None:
+        fields: Sequence[Any] = ["role", LAUNCHER, "host", socket.gethostname(), "pid", os.getpid(), "state", "running"]
+        arguments = [self._token, int(LAUNCHER_TTL_S * 1000), *fields]
+        if not self.flow.scripts.call(CLAIM_WORKER, [self.keys.worker(LAUNCHER)], arguments):
+            raise InputError(f"run {self.config.name}: another launcher has it on this server; give another --run NAME")
+        self._claimed = True
+
+    def _read(self, state: FlowState | None) -> None:
+        now_s = time.monotonic()
+        if now_s < self._next_beat_s:
+            return
+        self._next_beat_s = now_s + BEAT_S
+        self._claim()
+        self.progress.add(self._metrics.read())
+        if state is not None:
+            self.progress.update = state.update
+        self.progress.queue_depth = int(self.client.xlen(self.keys.obs_requests))
+        there = presence.alive(self.client, self.keys)
+        self.progress.workers = {role: sum(item.role == role for item in there) for role in ROLES}
+        self.progress.trainer_state = next((item.state for item in there if item.role == "trainer"), "")
+        for entry in self._events.read(EVENTS_AT_ONCE):
+            worker, kind, text = (
+                entry.fields.get(name, b"").decode(errors="replace") for name in (b"worker", b"kind", b"text")
+            )
+            # What our own supervisor wrote there was told when it happened.
+            if kind in QUIET_EVENTS or text in self._told or now_s < self._event_times.get(kind, 0.0):
+                continue
+            self._event_times[kind] = now_s + EVENT_EVERY_S
+            self.display.tell(f"{worker}: {text}")
+
+    def _tell(self, told: Sequence[Notice]) -> None:
+        for notice in told:
+            self._told.append(notice.text)
+            if notice.kind not in QUIET_EVENTS:
+                self.display.tell(notice.text, notice.details)
+
+    # ---- the end
+
+    def _clear_up(self) -> None:
+        """No process, key, file or socket stays, whatever happened before; each step is tried."""
+        steps: list[Callable[[], object]] = []
+        if self.supervisor is not None:
+            steps.append(self.supervisor.close)
+        if self._claimed:
+            steps += [lambda: self.desire("stopped"), self._let_others_leave]
+            if self.server is None:
+                steps.append(lambda: delete_keys(self.client, self.keys))
+            else:
+                steps.append(
+                    lambda: self.flow.scripts.call(RELEASE_WORKER, [self.keys.worker(LAUNCHER)], [self._token])
+                )
+        if self._janitor is not None:
+            steps.append(self._janitor.close)
+        steps.append(self.client.close)
+        for step in steps:
+            with contextlib.suppress(*UNREACHABLE, OUT_OF_MEMORY):
+                step()
+
+    def _let_others_leave(self) -> None:
+        deadline_s = time.monotonic() + OTHERS_LEAVE_S
+        while time.monotonic() < deadline_s and self.signals.asked < 2:
+            if all(item.role == LAUNCHER for item in presence.alive(self.client, self.keys)):
+                return
+            time.sleep(STEP_S)
+
+
+def delete_keys(client: Client, keys: Keys) -> None:
+    """All keys of a run that nobody works on any more."""
+    names = list(client.scan_iter(match=keys.everything_pattern, count=1000))
+    for start in range(0, len(names), 500):
+        client.unlink(*names[start : start + 500])

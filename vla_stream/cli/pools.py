@@ -1,0 +1,163 @@
+"""`vla-stream simulators|generators|trainers`: workers of one role, attached to a live run from any host."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import click
+
+from vla_stream.cli.options import Target, connected, target_options
+from vla_stream.errors import InputError, RunFailed
+
+if TYPE_CHECKING:
+    from vla_stream.flow import FlowState
+    from workers.supervisor import Supervisor
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+LOOK_S = 0.5
+STEP_S = 0.1
+GONE_S = 15.0  # without the run, or without its socket: longer than a server's restart by its launcher
+STILL_WAITING_S = 60.0
+
+
+def pool_options(command: Command) -> Command:
+    """-n and --device on top of the options of a target."""
+    device_help = "Devices to spread them over, for example cuda:0,cuda:1; default: as the run's config says."
+    decorated: Any = click.option("--device", "devices", metavar="LIST", default="", help=device_help)(command)
+    number = click.option(
+        "-n", "count", type=click.IntRange(min=1), default=1, show_default=True, help="How many processes."
+    )
+    return cast(Command, target_options(number(decorated)))
+
+
+@click.command()
+@pool_options
+def simulators(target: Target, count: int, devices: str) -> None:
+    """Attach simulators; their environments' shapes must be those of the run. Ctrl-C drains these only."""
+    _attach("simulator", target, count, devices)
+
+
+@click.command()
+@pool_options
+def generators(target: Target, count: int, devices: str) -> None:
+    """Attach generators. Ctrl-C drains these only."""
+    _attach("generator", target, count, devices)
+
+
+@click.command()
+@pool_options
+def trainers(target: Target, count: int, devices: str) -> None:
+    """Attach the trainer to a run that has none; it goes on from the newest checkpoint in the run's folder here."""
+    if count != 1:
+        raise InputError(f"trainers: -n is {count}, expected 1; this release trains in one process")
+    _attach("trainer", target, count, devices)
+
+
+def split_devices(text: str) -> list[str]:
+    """`cuda:0,1` is cuda:0 and cuda:1. Raises InputError."""
+    devices: list[str] = []
+    for part in filter(None, (item.strip() for item in text.split(","))):
+        if part.isdecimal():
+            kind = devices[-1].partition(":")[0] if devices else ""
+            if not kind:
+                raise InputError(f"--device {text}: {part} names no kind of device, expected for example cuda:{part}")
+            part = f"{kind}:{part}"
+        devices.append(part)
+    return devices
+
+
+def _attach(role: str, target: Target, count: int, devices: str) -> None:
+    from vla_stream.broker.lanes import shm_folder
+    from vla_stream.cli.signals import Signals
+    from vla_stream.config import Config
+    from vla_stream.flow import Flow
+    from vla_stream.streams.keys import Keys
+    from workers.supervisor import Supervisor
+
+    spread = split_devices(devices)
+    with connected(target.url) as client:
+        flow = Flow(client, Keys(target.run))
+        config = Config.model_validate_json(flow.config_json())
+        state = flow.state()
+        if state is None or state.desired in ("draining", "stopped"):
+            raise InputError(f"run {target.run}: is ending, expected one that goes on; nothing is attached")
+    with Signals() as signals:
+        supervisor = Supervisor(
+            target.url,
+            target.run,
+            target.runs_dir,
+            lease_s=config.flow.lease_s,
+            shm=shm_folder(target.run, target.url),
+        )
+        try:
+            ids = supervisor.launch(role, count, spread)
+            click.echo(
+                f"attached {', '.join(ids)} to run {target.run}; logs in {target.runs_dir / target.run / 'logs'}/"
+            )
+            click.echo("Ctrl-C drains them, a second one stops them at once")
+            _watch(supervisor, target, lambda: signals.asked, config.flow.drain_deadline_s)
+        finally:
+            supervisor.close()
+    if supervisor.failures:
+        raise RunFailed(f"{role}: {next(iter(supervisor.failures.values()))}")
+
+
+def _watch(supervisor: Supervisor, target: Target, asked: Callable[[], int], drain_deadline_s: float) -> None:
+    """Until the person, the run's end, or failed workers end it."""
+    end = _RunsEnd(supervisor, target)
+    while supervisor.children:
+        for notice in supervisor.step():
+            click.echo(f"{time.strftime('%H:%M:%S')} {notice.text}")
+            for line in notice.details:
+                click.echo(f"    {line}")
+        if asked() >= 2:
+            supervisor.stop()
+        elif not supervisor.draining:
+            reason = "draining: segments in flight are finished" if asked() else end.reason()
+            if reason is not None:
+                click.echo(reason)
+                supervisor.drain(drain_deadline_s)
+        time.sleep(STEP_S)
+
+
+class _RunsEnd:
+    """Whether the run that a pool serves is over."""
+
+    def __init__(self, supervisor: Supervisor, target: Target) -> None:
+        self._supervisor, self._target = supervisor, target
+        self._next_look_s = 0.0
+        self._gone_since_s: float | None = None
+        self._next_word_s = time.monotonic() + STILL_WAITING_S
+
+    def reason(self) -> str | None:
+        """The sentence to end with, or None while the run goes on or may come back."""
+        now_s = time.monotonic()
+        if now_s < self._next_look_s:
+            return None
+        self._next_look_s = now_s + LOOK_S
+        state, reachable = self._supervisor.flow_state()
+        if state is not None:
+            self._gone_since_s = None
+            self._next_word_s = now_s + STILL_WAITING_S
+            return _ending(self._target.run, state)
+        self._gone_since_s = self._gone_since_s or now_s
+        # An embedded server goes with its run, and its socket with it; another server may come back at any time.
+        socket_gone = self._target.url.startswith("unix://") and not _socket(self._target.url).exists()
+        if now_s - self._gone_since_s > GONE_S and (reachable or socket_gone):
+            return f"run {self._target.run} is gone from its server; its workers end"
+        if now_s > self._next_word_s:
+            self._next_word_s = now_s + STILL_WAITING_S
+            click.echo("still waiting for the server; Ctrl-C ends these workers")
+        return None
+
+
+def _ending(run: str, state: FlowState) -> str | None:
+    return f"run {run} is {state.desired}; its workers end" if state.desired in ("draining", "stopped") else None
+
+
+def _socket(url: str) -> Path:
+    return Path(url.removeprefix("unix://").partition("?")[0])

@@ -1,0 +1,161 @@
+"""What a person wants to know while a run goes on, computed from metric records. Pure: time comes with the records."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from vla_stream.cli.samples import Record, number
+
+RATE_WINDOW_S = 10.0  # over which env-steps/s and batch fill are averaged
+UPDATE_WINDOW = 10  # updates over which trained steps and the time to go are averaged
+
+
+class Progress:
+    """The state of a run as far as its metrics tell."""
+
+    def __init__(self, target_updates: int) -> None:
+        self.target_updates = target_updates
+        self.update = 0
+        self.queue_depth: int | None = None
+        self.workers: dict[str, int] = {}
+        self.trainer_state = ""
+        self.last: Record = {}
+        self.first_success: float | None = None
+        self.env_steps = 0.0
+        self.now_s = 0.0
+        self._began_s: float | None = None
+        self._steps: deque[tuple[float, float]] = deque()
+        self._fills: deque[tuple[float, float, float]] = deque()
+        self._updates: deque[tuple[float, float]] = deque(maxlen=UPDATE_WINDOW + 1)
+
+    def add(self, records: Iterable[Record]) -> None:
+        """New records, in the stream's order."""
+        for record in records:
+            time_s = number(record, "time")
+            if time_s is None:
+                continue
+            self.now_s = max(self.now_s, time_s)
+            if record.get("kind") == "update":
+                self._add_update(record, time_s)
+            elif record.get("role") == "simulator":
+                self._add_steps(record, time_s)
+            elif record.get("role") == "generator":
+                fill, batches = number(record, "fill"), number(record, "batches")
+                if fill is not None and batches:
+                    self._fills.append((time_s, fill, batches))
+
+    def _add_update(self, record: Record, time_s: float) -> None:
+        self.last = record
+        update = number(record, "update")
+        if update is not None:
+            # Not the maximum: after a trainer's crash the count goes back to its checkpoint.
+            self.update = int(update)
+        if self.first_success is None:
+            self.first_success = number(record, "success")
+        self._updates.append((time_s, number(record, "trained_env_steps") or 0.0))
+
+    def _add_steps(self, record: Record, time_s: float) -> None:
+        steps = number(record, "env_steps")
+        if steps is not None:
+            if self._began_s is None:
+                self._began_s = time_s - (number(record, "seconds") or 1.0)
+            self.env_steps += steps
+            self._steps.append((time_s, steps))
+
+    @property
+    def success(self) -> float | None:
+        return number(self.last, "success")
+
+    @property
+    def sampled_per_s(self) -> float | None:
+        """Environment steps that simulators made, per second."""
+        since_s = self.now_s - RATE_WINDOW_S
+        while self._steps and self._steps[0][0] <= since_s:
+            self._steps.popleft()
+        if self._began_s is None:
+            return None
+        return sum(steps for _, steps in self._steps) / max(1.0, min(RATE_WINDOW_S, self.now_s - self._began_s))
+
+    @property
+    def trained_per_s(self) -> float | None:
+        """Environment steps that updates consumed, per second."""
+        if len(self._updates) < 2:
+            return None
+        seconds = self._updates[-1][0] - self._updates[0][0]
+        return sum(steps for _, steps in list(self._updates)[1:]) / seconds if seconds > 0 else None
+
+    @property
+    def batch_fill(self) -> float | None:
+        """Rows of the mean batch as a share of max_batch_size."""
+        while self._fills and self._fills[0][0] <= self.now_s - RATE_WINDOW_S:
+            self._fills.popleft()
+        batches = sum(weight for _, _, weight in self._fills)
+        return sum(fill * weight for _, fill, weight in self._fills) / batches if batches else None
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds to the last update, at the pace of the last few."""
+        if len(self._updates) < 2:
+            return None
+        pace_s = (self._updates[-1][0] - self._updates[0][0]) / (len(self._updates) - 1)
+        return max(0.0, pace_s * (self.target_updates - self.update) - (self.now_s - self._updates[-1][0]))
+
+    def parts(self) -> list[tuple[str, str]]:
+        """(label, value) of everything that is known, in the order of interest."""
+        staleness, worst = number(self.last, "staleness"), number(self.last, "staleness_max")
+        success = share(self.success)
+        if self.first_success is not None and self.success is not None:
+            success += f" (first {share(self.first_success)})"
+        shown = {
+            "success": success,
+            "return": decimal(number(self.last, "return")),
+            "env-steps/s sampled": count(self.sampled_per_s),
+            "trained": count(self.trained_per_s),
+            "staleness": decimal(staleness) + (f" (max {worst:.0f})" if worst is not None else ""),
+            "queue": "" if self.queue_depth is None else str(self.queue_depth),
+            "batch fill": share(self.batch_fill),
+            "KL": decimal(number(self.last, "approx_kl"), 3),
+            "ETA": duration(self.eta_s),
+        }
+        return [(label, value) for label, value in shown.items() if value]
+
+    def line(self) -> str:
+        """One plain line."""
+        words = [f"update {self.update}/{self.target_updates}"]
+        if not self.last:
+            words.append(self.waiting())
+        words += [f"{label} {value}" for label, value in self.parts()]
+        return " · ".join(word for word in words if word)
+
+    def waiting(self) -> str:
+        """What goes on before the first update."""
+        there = [
+            f"{number} {role}{'s' if number > 1 else ''}" for role, number in sorted(self.workers.items()) if number
+        ]
+        trainer = f"trainer: {self.trainer_state}" if self.trainer_state else "trainer starts"
+        return f"{trainer} ({', '.join(there)})" if there else trainer
+
+
+def share(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.0f} %"
+
+
+def decimal(value: float | None, digits: int = 2) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def count(value: float | None) -> str:
+    return "" if value is None else f"{value:,.0f}"
+
+
+def duration(seconds: float | None) -> str:
+    """`42s`, `3m05s`, `2h10m`."""
+    if seconds is None:
+        return ""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"

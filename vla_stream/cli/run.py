@@ -1,0 +1,148 @@
+"""`vla-stream run`: train with all roles on this host, or, with --inline, in one thread for a debugger."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from vla_stream.cli.options import URL_VARIABLE, config_options
+from vla_stream.errors import RunFailed
+
+if TYPE_CHECKING:
+    from vla_stream.cli.display import Display
+    from vla_stream.cli.folder import RunFolder
+    from vla_stream.cli.launch import Launch
+
+
+@click.command()
+@config_options
+@click.option("--run", "name", metavar="NAME", help="Name of the run; default: the config's, with -2, -3 … if taken.")
+@click.option("--redis", "url", metavar="URL", help=f"Server to use; else {URL_VARIABLE}, else one of our own.")
+@click.option("--updates", type=click.IntRange(min=1), help="Updates after which the run is done.")
+@click.option("--resume", is_flag=True, help="Go on from the newest checkpoint; without --run: of the newest run.")
+@click.option("--inline", is_flag=True, help="One thread, one process: for breakpoints.")
+@click.option("--plain", is_flag=True, help="Plain lines, also on a terminal.")
+def run(
+    configs: tuple[Path, ...],
+    overrides: tuple[str, ...],
+    name: str | None,
+    url: str | None,
+    updates: int | None,
+    resume: bool,
+    inline: bool,
+    plain: bool,
+) -> None:
+    """Train as the files CONFIG... say (composed left to right), until the last update.
+
+    Ctrl-C finishes the segments in flight and ends; a second one stops at once. Everything lands in runs/NAME/.
+    """
+    from vla_stream import config as settings
+    from vla_stream.cli.display import make_display
+    from vla_stream.cli.folder import RunFolder
+
+    wanted = [*overrides, *([f"updates={updates}"] if updates else [])]
+    folder = RunFolder.open(settings.load(configs, wanted), name=name, resume=resume)
+    display = make_display(plain=plain or inline)
+    try:
+        for note in [*folder.notes, *settings.notes(folder.config)]:
+            display.tell(f"note: {note}")
+        again = f"vla-stream run {' '.join(map(str, configs))} --run {folder.config.name} --resume"
+        _session(folder, url or os.environ.get(URL_VARIABLE) or None, display, again, resume=resume, inline=inline)
+    finally:
+        display.close()
+        folder.close()
+
+
+def _session(folder: RunFolder, url: str | None, display: Display, again: str, *, resume: bool, inline: bool) -> None:
+    from vla_stream.cli import finish, samples
+    from vla_stream.cli.helper import Interrupted
+    from vla_stream.cli.launch import Launch, server_for
+    from vla_stream.cli.signals import Signals
+
+    config, run_dir = folder.config, folder.path
+    began_s = time.monotonic()
+    with Signals() as signals, server_for(url, folder.logs) as (where, server):
+        with Launch(config, run_dir, where, server, signals, display, resume=resume) as launch:
+            folder.write_url(where)
+            display.tell(
+                f"run {config.name}: {config.updates} updates, {config.policy.name} on {config.environment.name}"
+            )
+            samples.append(run_dir / samples.METRICS_FILE, [{"time": time.time(), "kind": "start"}])
+            try:
+                _prepare(launch)
+                _train(launch, inline=inline)
+            except Interrupted:
+                raise RunFailed(f"interrupted at update {launch.progress.update}; go on with: {again}") from None
+            finally:
+                launch.read_metrics()
+                display.close()
+                finish.draw_curve(config, run_dir)
+        results = {}
+        try:
+            results = finish.evaluate_ends(config, run_dir, lambda: signals.asked > 0, display.tell)
+        except Interrupted:
+            display.tell(f"evaluation left out; evaluate with: vla-stream eval … --checkpoint {run_dir}")
+        except RunFailed as exc:
+            display.tell(f"training is done, but its evaluation failed: {exc}")
+    for line in finish.summarise(config, run_dir, results, time.monotonic() - began_s):
+        click.echo(line)
+
+
+def _prepare(launch: Launch) -> None:
+    """Demonstrations, if this run warm-starts and has none."""
+    from vla_stream.cli.folder import CONFIG_FILE
+    from vla_stream.cli.helper import Helper, wait_for
+
+    pretrain, run_dir = launch.config.pretrain, launch.run_dir
+    file = run_dir / "demos.safetensors"
+    if pretrain is None or pretrain.demos is not None or file.exists() or any((run_dir / "checkpoints").glob("[0-9]*")):
+        return
+    launch.display.tell(f"recording {pretrain.episodes} demonstrations")
+    logs = run_dir / "logs"
+    arguments = ["demos", str(run_dir / CONFIG_FILE), "--output", str(file)]
+    helper = Helper("demonstrations", arguments, logs / "demos.out", logs / "demos.log")
+    wait_for([helper], launch.idle, launch.display.tell)
+    launch.display.tell((logs / "demos.out").read_text(encoding="utf-8").strip())
+
+
+def _train(launch: Launch, *, inline: bool) -> None:
+    from vla_stream.cli.helper import Interrupted
+
+    if inline:
+        _train_inline(launch)
+        return
+    launch.launch_workers()
+    ending = launch.drive()
+    if ending != "finished":
+        raise Interrupted
+
+
+def _train_inline(launch: Launch) -> None:
+    """All roles in this very thread. Another one prints a line per update, so it is silent while a breakpoint holds."""
+    from vla_stream.cli.helper import Interrupted
+    from workers import inline
+
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(1.0):
+            before = launch.progress.update
+            launch.read_metrics()
+            if launch.progress.update != before:
+                launch.display.tell(launch.progress.line())
+
+    watcher = threading.Thread(target=watch, name="progress", daemon=True)
+    watcher.start()
+    try:
+        with launch.signals.raised():
+            inline.run(launch.config, launch.url, launch.display.tell)
+    except KeyboardInterrupt:
+        raise Interrupted from None
+    finally:
+        done.set()
+        watcher.join(5.0)

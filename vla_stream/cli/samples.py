@@ -1,0 +1,100 @@
+"""The `metrics` stream as records: read as it grows, kept in runs/<name>/metrics.jsonl, and read back from there.
+
+A record is a flat dict: `time` (seconds, the server's clock), `worker`, `role`, `kind`, and one number per metric.
+Kinds that workers write: `second` (once a second) and `update`. Kinds that the launcher adds: `start` (a session
+began) and `evaluation`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vla_stream.broker.connection import Client
+    from vla_stream.broker.queue import Entry
+    from vla_stream.streams.keys import Keys
+
+Record = dict[str, str | float]
+
+METRICS_FILE = "metrics.jsonl"
+READ_AT_ONCE = 1000
+TEXTS = ("worker", "role", "kind", "id")
+
+
+class MetricsFile:
+    """Moves new entries of the stream into the file, each once, also over restarts of the launcher."""
+
+    def __init__(self, client: Client, keys: Keys, file: Path) -> None:
+        from vla_stream.broker.tail import Tail
+
+        self.file = file
+        self._tail = Tail(client, keys.metrics, _last_id(file))
+
+    def read(self) -> list[Record]:
+        """New records, in order. Raises what UNREACHABLE lists."""
+        records: list[Record] = []
+        while True:
+            entries = self._tail.read(READ_AT_ONCE)
+            records += [decode(entry) for entry in entries]
+            if len(entries) < READ_AT_ONCE:
+                break
+        append(self.file, records)
+        return records
+
+
+def decode(entry: Entry) -> Record:
+    """One entry; what is no number stays a text, whatever its name is."""
+    record: Record = {"id": entry.id, "time": entry.born_ms / 1000}
+    for raw_name, raw in entry.fields.items():
+        name, text = raw_name.decode(errors="replace"), raw.decode(errors="replace")
+        try:
+            record[name] = text if name in TEXTS else float(text)
+        except ValueError:
+            record[name] = text
+    return record
+
+
+def number(record: Mapping[str, str | float], name: str) -> float | None:
+    """A metric that is there, is a number, and is finite."""
+    value = record.get(name)
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def append(file: Path, records: Iterable[Mapping[str, object]]) -> None:
+    """One JSON object per line; NaN and infinity, which JSON lacks, become null."""
+    lines = []
+    for record in records:
+        plain = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in record.items()
+        }
+        lines.append(json.dumps(plain) + "\n")
+    if lines:
+        with file.open("a", encoding="utf-8") as out:
+            out.write("".join(lines))
+
+
+def load(file: Path) -> list[Record]:
+    """All records of a file; a line that was cut off by a crash is left out."""
+    records: list[Record] = []
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            records.append({name: value for name, value in record.items() if isinstance(value, str | int | float)})
+    return records
+
+
+def _last_id(file: Path) -> str:
+    ids = [str(record["id"]) for record in load(file)[-READ_AT_ONCE:] if "id" in record]
+    return ids[-1] if ids else "0-0"

@@ -1,0 +1,138 @@
+"""`vla-stream status` and `events`: who is there, what flows, what happened."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from vla_stream.cli.options import Target, connected, target_options
+from vla_stream.errors import InputError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from vla_stream.broker.connection import Client
+    from vla_stream.broker.queue import Entry
+
+BLOCK_MS = 1000
+
+
+@click.command()
+@target_options
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def status(target: Target, as_json: bool) -> None:
+    """Show the run's state, its workers, its queues and its books."""
+    with connected(target.url) as client:
+        found = look(client, target.run)
+    if as_json:
+        click.echo(json.dumps(found))
+        return
+    from rich.console import Console
+
+    flow, books = found["flow"], found["books"]
+    console = Console(highlight=False)
+    console.print(
+        f"run {target.run}: {flow['desired']}, update {flow['update']} of {found['updates']}, "
+        f"weights version {flow['version']}, trainer epoch {flow['epoch']}",
+        markup=False,
+    )
+    console.print(_workers_table(found["workers"]))
+    queues = " · ".join(f"{name} {length}" for name, length in found["queues"].items())
+    console.print(f"queues   {queues}", markup=False)
+    outcomes = ", ".join(f"{number} {name.replace('_', ' ')}" for name, number in books["outcomes"].items() if number)
+    console.print(
+        f"segments {books['started']} started = {outcomes or '0 trained'} + {books['in_flight']} in flight"
+        + (f"; {books['balance']} unaccounted for" if books["balance"] else ""),
+        markup=False,
+    )
+
+
+def look(client: Client, run: str) -> dict[str, Any]:
+    """Everything that `status` shows, as plain data. Raises InputError when there is no such run."""
+    from vla_stream.flow import Flow
+    from vla_stream.streams import presence
+    from vla_stream.streams.keys import Keys
+
+    keys = Keys(run)
+    flow = Flow(client, keys)
+    state = flow.state()
+    if state is None:
+        raise InputError(f"run {run}: not on this server; give the name and URL that `vla-stream run` shows")
+    books = flow.books()
+    now_ms = int(time.time() * 1000)
+    streams = {"obs-requests": keys.obs_requests, "trajectories": keys.trajectories, "dead-letters": keys.dead_letters}
+    return {
+        "run": run,
+        "updates": json.loads(flow.config_json())["updates"],
+        "flow": {name: getattr(state, name) for name in ("desired", "update", "version", "epoch", "generation")},
+        "workers": [
+            {
+                "id": item.id,
+                "role": item.role,
+                "host": item.host,
+                "pid": item.pid,
+                "device": item.device,
+                "version": item.version,
+                "state": item.state,
+                "progress": item.progress,
+                "alive_s": max(0, now_ms - item.started_ms) // 1000 if item.started_ms else 0,
+            }
+            for item in presence.alive(client, keys)
+        ],
+        "queues": {name: int(client.xlen(stream)) for name, stream in streams.items()},
+        "books": {
+            "started": books.started,
+            "in_flight": books.in_flight,
+            "outcomes": dict(books.outcomes),
+            "given_up": books.given_up,
+            "balance": books.balance,
+        },
+    }
+
+
+def _workers_table(workers: list[dict[str, Any]]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    from vla_stream.cli.progress import duration
+
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("worker", "host", "pid", "device", "version", "progress", "alive", "state"):
+        table.add_column(name, justify="right" if name in ("pid", "version", "progress", "alive") else "left")
+    for worker in workers:
+        cells = [worker[name] for name in ("id", "host", "pid", "device", "version", "progress")]
+        cells += [duration(worker["alive_s"]), worker["state"]]
+        table.add_row(*(Text(str(cell)) for cell in cells))
+    return table
+
+
+@click.command()
+@target_options
+@click.option("--follow", "-f", is_flag=True, help="Go on with new ones as they come.")
+@click.option("--count", type=click.IntRange(min=1), default=50, show_default=True, help="Newest events to show first.")
+def events(target: Target, follow: bool, count: int) -> None:
+    """Show what happened in a run: workers started and lost, segments refused, checkpoints, …"""
+    from vla_stream.broker.tail import Tail, newest_entries
+    from vla_stream.streams.keys import Keys
+
+    stream = Keys(target.run).events
+    with connected(target.url, block_s=BLOCK_MS / 1000) as client:
+        shown = newest_entries(client, stream, count)
+        for entry in shown:
+            click.echo(sentence(entry))
+        tail = Tail(client, stream, shown[-1].id if shown else "0")
+        while follow:
+            for entry in tail.read(100, BLOCK_MS):
+                click.echo(sentence(entry))
+
+
+def sentence(entry: Entry) -> str:
+    """`21:03:12 simulator-0 started: …`"""
+    worker, kind, text = (
+        entry.fields.get(name, b"").decode(errors="replace") for name in (b"worker", b"kind", b"text")
+    )
+    clock = time.strftime("%H:%M:%S", time.localtime(entry.born_ms / 1000))
+    return f"{clock} {worker} {kind}: {text}"
