@@ -11,6 +11,9 @@ of this checkout where there is none, and this module points the Vulkan loader t
                  for PickCube-v1 the goal (x, y, z in m), which no camera sees. Nothing tells where the object is or
                  whether it is held, except the image and the joints. PickCube-v1: 9 + 9 + 7 + 3 = 28 numbers.
     state mode   no image; state f32 is the simulator's full state observation, object poses included (PickCube-v1: 42)
+
+A frame costs ten steps of physics, and a policy looks at one per action chunk. So an image is rendered when it is read,
+which must be before the next step or reset.
 """
 
 from __future__ import annotations
@@ -109,6 +112,7 @@ class ManiSkill:
                 f"environment.options.task is {options.task} and environment.options.instruction is not set; set it, "
                 f"or choose a task with one: {', '.join(TASKS)}"
             )
+        self.rows = rows
         self.max_steps = max_steps
         self._task = known or Task(str(options.instruction), target="")
         self._instruction = options.instruction or self._task.instruction
@@ -117,14 +121,13 @@ class ManiSkill:
         self._steps = 0
         self._running = False
         self._shaping = 0.0
-        self._raw: Any = None
         try:
+            actions = self._action_dims()
+            size = (options.camera_size, options.camera_size)
+            cameras = dict.fromkeys(self._env.get_sensor_params() if options.image else (), size)
+            self._frame = _Frame(self._env, cameras)
             self._observations = self._reset(0)
-            self.specification = Specification(
-                cameras={camera: image.shape[1:3] for camera, image in self._observations.images.items()},
-                state_dims=self._observations.state.shape[1],
-                action_dims=self._action_dims(),
-            )
+            self.specification = Specification(cameras, self._observations.state.shape[1], actions)
         except Exception:
             self.close()
             raise
@@ -152,6 +155,7 @@ class ManiSkill:
                 f"{self._options.task}: action {np.array2string(action, threshold=16)} of shape {action.shape}, "
                 f"expected finite numbers of shape {expected}"
             )
+        self._frame.expire()
         with _failing_as(f"{self._options.task}: step failed"):
             raw, reward, terminated, _, info = self._env.step(_tensor(action))
         self._observations = self._observe(raw)
@@ -191,7 +195,7 @@ class ManiSkill:
             raise EnvironmentFailed(
                 f"{self._options.task}: no grounding targets; they need image: true and one of {', '.join(TASKS)}"
             )
-        camera = self._raw["sensor_param"][MAIN_CAMERA]
+        camera = self._env.get_sensor_params()[MAIN_CAMERA]
         position = _numpy(getattr(self._env, self._task.target).pose.p)[0]
         size = self._options.camera_size
         return project(position, _numpy(camera["extrinsic_cv"])[0], _numpy(camera["intrinsic_cv"])[0], size)[None]
@@ -199,6 +203,7 @@ class ManiSkill:
     def _reset(self, seed: int) -> Observations:
         # The simulator's generators take 32 bits; the seed sequence mixes all 64 of ours into them.
         short = int(np.random.SeedSequence(seed).generate_state(1)[0])
+        self._frame.expire()
         with _failing_as(f"{self._options.task}: reset failed"):
             raw, info = self._env.reset(seed=short)
             if self._options.reward == "differenced":
@@ -217,16 +222,15 @@ class ManiSkill:
         return growth + float(success)
 
     def _observe(self, raw: Any) -> Observations:
-        self._raw = raw
         if self._options.image:
-            images = {name: _numpy(sensor["rgb"]) for name, sensor in raw["sensor_data"].items() if "rgb" in sensor}
             parts = [*_leaves(raw["agent"]), *(raw["extra"][key] for key in self._task.state if key in raw["extra"])]
-            state = np.concatenate([_numpy(part).reshape(1, -1) for part in parts], axis=1, dtype=np.float32)
         else:
-            images, state = {}, _numpy(raw).astype(np.float32)
+            parts = list(_leaves(raw))
+        state = np.concatenate([_numpy(part).reshape(1, -1) for part in parts], axis=1, dtype=np.float32)
         if not np.isfinite(state).all():
             raise EnvironmentFailed(f"{self._options.task}: the state holds numbers that are not finite")
-        return Observations(images, state, [self._instruction])
+        self._frame = _Frame(self._env, self._frame.cameras)
+        return Observations(self._frame, state, [self._instruction])
 
     def _action_dims(self) -> int:
         space = self._env.single_action_space
@@ -245,6 +249,36 @@ class ManiSkill:
             truncated=np.array([truncated]),
             success=np.array([success]),
         )
+
+
+class _Frame(Mapping[str, np.ndarray]):
+    """What the cameras see now: {camera: u8[1, size, size, 3]}, rendered at the first look."""
+
+    def __init__(self, env: Any, cameras: Mapping[str, tuple[int, int]]) -> None:
+        self.cameras = cameras
+        self._env = env
+        self._images: dict[str, np.ndarray] | None = None
+
+    def expire(self) -> None:
+        """The simulator moves on: what was not looked at is gone."""
+        self._env = None
+
+    def __getitem__(self, camera: str) -> np.ndarray:
+        if camera not in self.cameras:
+            raise KeyError(camera)
+        if self._images is None:
+            if self._env is None:
+                raise EnvironmentFailed("maniskill: an image is read after the next step or reset; read it before")
+            with _failing_as("maniskill: cannot render"):
+                sensors = self._env.get_sensor_images()
+            self._images = {name: _numpy(sensors[name]["rgb"]) for name in self.cameras}
+        return self._images[camera]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.cameras)
+
+    def __len__(self) -> int:
+        return len(self.cameras)
 
 
 def pick_cube_action(cube: np.ndarray, tool: np.ndarray, goal: np.ndarray, held: bool) -> np.ndarray:
@@ -306,7 +340,7 @@ def _make(options: ManiSkill.Options) -> Any:
         with _failing_as(f"environment.options.task {options.task}: cannot be made"), redirect_stdout(StringIO()):
             return gymnasium.make(
                 options.task,
-                obs_mode="rgb" if options.image else "state",
+                obs_mode="state_dict",
                 control_mode=options.control_mode,
                 reward_mode="sparse" if options.reward == "sparse" else "normalized_dense",
                 sensor_configs=sensors,
@@ -340,7 +374,8 @@ def _leaves(tree: Any) -> Iterator[Any]:
 
 def _numpy(tensor: Any) -> np.ndarray:
     # A copy: the simulator may reuse its buffers, and observations are kept until a segment is complete.
-    return np.array(tensor.cpu() if hasattr(tensor, "cpu") else tensor)
+    array: np.ndarray = tensor.cpu().numpy().copy()
+    return array
 
 
 def _tensor(array: np.ndarray) -> Any:
