@@ -120,6 +120,12 @@ class LineApart(Line):
     rows_per_process: ClassVar[int | None] = 1
 
 
+class LinePairs(Line):
+    """The same, two rows per process."""
+
+    rows_per_process: ClassVar[int | None] = 2
+
+
 class LineWhole(Line):
     """The same, as a device-vectorised simulator would be: all slots or none."""
 

@@ -5,11 +5,14 @@ environment's `rows_per_process` asks for); `LocalHost` keeps them in this proce
 thing at a time: `start_reset` or `start_chunk`, then `poll` until it is done.
 
 Parent and child talk in packets of broker/codec.py over a socket pair; the child ends when the socket closes.
+A child sets the kernel's alarm clock before each step and reset: one that hangs writes all threads' tracebacks into the
+log and ends, even when a C library hangs. The parent's own deadline is for a child that is stopped altogether.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import signal
@@ -19,19 +22,19 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from vla_stream import plugins
 from vla_stream.broker.codec import pack, unpack
-from vla_stream.config import Config
+from vla_stream.config import Config, Simulators
 from vla_stream.config import Environment as EnvironmentConfig
-from vla_stream.environments.chunks import ChunkResult, reset_checked, run_chunk
-from vla_stream.environments.protocol import EnvironmentBatch, Observations, Specification
+from vla_stream.environments.chunks import ChunkResult, read_images, reset_checked, run_chunk
+from vla_stream.environments.protocol import EnvironmentBatch, Observations, Specification, StepResult
 from vla_stream.errors import BadMessage, EnvironmentFailed, InputError, RunFailed
 from vla_stream.streams.observations import pack_observations, unpack_observations
 from vla_stream.streams.specification import specification_from_json, specification_to_json
@@ -144,7 +147,7 @@ class ProcessHost:
         self._config, self.rows, self.busy = config, rows, False
         self.whole_batch: bool = cls.whole_batch
         self._children = [
-            _Child(config.environment, range(start, min(start + per_process, rows)))
+            _Child(config.environment, config.simulators, range(start, min(start + per_process, rows)))
             for start in range(0, rows, per_process)
         ]
         self._budget = RestartBudget(at_once=RESTARTS_AT_ONCE + len(self._children))
@@ -171,7 +174,7 @@ class ProcessHost:
         self._send("chunk", arrays, active)
 
     def poll(self) -> Outcome | None:
-        for index in [i for i in self._asked if i not in self._replies]:
+        for index in self._waiting():
             child = self._children[index]
             try:
                 reply = child.poll(self._deadline_s(child))
@@ -180,15 +183,18 @@ class ProcessHost:
                 continue
             if reply is not None:
                 self._replies[index] = reply
-        waiting = [i for i in self._asked if i not in self._replies and not self._failed[self._children[i].rows.start]]
-        return None if waiting else self._finish()
+        return None if self._waiting() else self._finish()
 
     def waitables(self) -> list[Connection]:
-        return [self._children[i].connection for i in self._asked if i not in self._replies]
+        return [self._children[index].connection for index in self._waiting()]
 
     def close(self) -> None:
         for child in self._children:
             child.kill()
+
+    def _waiting(self) -> list[int]:
+        """Children whose reply is still to come; a replaced one owes none."""
+        return [i for i in self._asked if i not in self._replies and not self._failed[self._children[i].rows.start]]
 
     def _send(self, operation: str, arrays: dict[str, np.ndarray], wanted: np.ndarray) -> None:
         assert not self.busy
@@ -205,7 +211,8 @@ class ProcessHost:
         simulators = self._config.simulators
         if not child.ready or not self._is_chunk:
             return simulators.start_deadline_s
-        return simulators.step_deadline_s * self._horizon
+        # In a chunk rows may be reset; and the child's own alarm, step by step, comes first.
+        return simulators.step_deadline_s * (self._horizon + 1) + simulators.start_deadline_s
 
     def _replace(self, index: int, cause: str) -> None:
         child = self._children[index]
@@ -216,22 +223,23 @@ class ProcessHost:
         child.kill()
         if not self._budget.take(time.monotonic()):
             raise RunFailed(f"environments fail again and again, last: {cause}")
-        self._children[index] = _Child(self._config.environment, child.rows)
+        self._children[index] = _Child(self._config.environment, self._config.simulators, child.rows)
 
     def _finish(self) -> Outcome:
         self.busy = False
-        parts: list[tuple[range, dict[str, np.ndarray], dict[str, Any]]] = []
-        for index in self._asked:
-            if index in self._replies:
-                try:
-                    parts.append((self._children[index].rows, *unpack(self._replies[index])))
-                    continue
-                except BadMessage as exc:
-                    self._replace(index, str(exc))
+        parts: list[tuple[range, dict[str, np.ndarray]]] = []
+        seen: list[tuple[range, Observations]] = []
+        for index, reply in self._replies.items():
+            rows = self._children[index].rows
+            try:
+                arrays, _ = unpack(reply)
+                # What the child let pass may still be more than a message may hold.
+                seen.append((rows, unpack_observations(arrays["observations"].data, len(rows))))
+                parts.append((rows, arrays))
+            except BadMessage as exc:
+                self._replace(index, str(exc))
         failed, causes = self._failed.copy(), tuple(self._causes)
-        observations = self._stitch(
-            [(rows, unpack_observations(arrays["observations"].data)) for rows, arrays, _ in parts]
-        )
+        observations = self._stitch(seen)
         if not self._is_chunk:
             return Outcome(observations, None, failed, causes)
         merged: dict[str, np.ndarray] = {"executed": np.zeros((self.rows, self._horizon), dtype=bool)}
@@ -239,7 +247,7 @@ class ProcessHost:
         merged |= {name: np.zeros(self.rows, dtype=bool) for name in ("terminated", "truncated", "success")}
         finals: list[Observations] = []
         final_rows: list[np.ndarray] = []
-        for rows, arrays, _ in parts:
+        for rows, arrays in parts:
             for name, target in merged.items():
                 target[rows.start : rows.stop] = arrays[name]
             if len(arrays["final_rows"]):
@@ -278,11 +286,16 @@ class ProcessHost:
 class _Child:
     """One child process with some rows. Commands may be sent before it is ready; replies come in order."""
 
-    def __init__(self, environment: EnvironmentConfig, rows: range) -> None:
-        self.rows = rows
+    def __init__(self, environment: EnvironmentConfig, simulators: Simulators, rows: range) -> None:
+        self.rows, self._step_deadline_s = rows, simulators.step_deadline_s
         self.specification: Specification | None = None
         ours, theirs = socket.socketpair()
-        task = {"environment": environment.model_dump(mode="json"), "rows": len(rows)}
+        task = {
+            "environment": environment.model_dump(mode="json"),
+            "rows": len(rows),
+            "step_deadline_s": simulators.step_deadline_s,
+            "start_deadline_s": simulators.start_deadline_s,
+        }
         command = [sys.executable, "-m", "workers.environment_host", str(theirs.fileno()), json.dumps(task)]
         self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         theirs.close()
@@ -315,7 +328,7 @@ class _Child:
                     return packet
                 self._greet(packet)
         except (EOFError, OSError) as exc:
-            raise EnvironmentFailed(f"process ended with {self._exit_reason()}; its log has the cause") from exc
+            raise EnvironmentFailed(self._exit_reason()) from exc
         if time.monotonic() - self._busy_since_s > deadline_s:
             raise EnvironmentFailed(f"no answer for {deadline_s:g} s, it hangs; see simulators.step_deadline_s")
         return None
@@ -339,21 +352,59 @@ class _Child:
         try:
             code = self._process.wait(timeout=1.0)
         except subprocess.TimeoutExpired:
-            return "a closed pipe"
-        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            return "process closed its pipe; its log has the cause"
+        if code == -signal.SIGALRM:
+            return (
+                f"a step took longer than simulators.step_deadline_s, {self._step_deadline_s:g} s, "
+                "or a reset longer than simulators.start_deadline_s: it hangs; the log shows where"
+            )
+        ended = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return f"process ended with {ended}; its log has the cause"
 
 
-def _answer(batch: EnvironmentBatch, packet: bytes) -> bytes:
+class _Watched:
+    """The environment in a child process, each step and reset under the alarm."""
+
+    def __init__(self, batch: EnvironmentBatch, step_deadline_s: float, start_deadline_s: float) -> None:
+        self.specification = batch.specification
+        self._batch, self._step_deadline_s, self._start_deadline_s = batch, step_deadline_s, start_deadline_s
+
+    def reset(self, mask: np.ndarray, seeds: np.ndarray) -> Observations:
+        with _alarm(self._start_deadline_s):
+            return self._batch.reset(mask, seeds)
+
+    def step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
+        with _alarm(self._step_deadline_s):
+            return self._batch.step(actions, active)
+
+    def packed(self, observations: Observations) -> np.ndarray:
+        """u8[bytes]. Images may be rendered only now, and renderers are what hangs most (F40)."""
+        with _alarm(self._start_deadline_s):
+            packet = pack_observations(read_images(observations, self.specification))
+        return np.frombuffer(packet, dtype=np.uint8)
+
+
+@contextlib.contextmanager
+def _alarm(deadline_s: float) -> Iterator[None]:
+    """SIGALRM ends this process when the body takes longer."""
+    signal.setitimer(signal.ITIMER_REAL, deadline_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _answer(batch: _Watched, packet: bytes) -> bytes:
     arrays, meta = unpack(packet)
     if meta.get("operation") == "reset":
         observations = reset_checked(batch, arrays["mask"], arrays["seeds"])
-        return pack({"observations": np.frombuffer(pack_observations(observations), dtype=np.uint8)})
+        return pack({"observations": batch.packed(observations)})
     chunk = run_chunk(batch, arrays["actions"], arrays["active"], arrays["reset_rows"], arrays["reset_seeds"])
     names = ("final_rows", "executed", "rewards", "terminated", "truncated", "success")
     result = {name: getattr(chunk, name) for name in names}
-    result["observations"] = np.frombuffer(pack_observations(chunk.observations), dtype=np.uint8)
+    result["observations"] = batch.packed(chunk.observations)
     if chunk.final is not None:
-        result["final"] = np.frombuffer(pack_observations(chunk.final), dtype=np.uint8)
+        result["final"] = batch.packed(chunk.final)
     return pack(result)
 
 
@@ -362,6 +413,8 @@ def main() -> None:
     die_with_parent(os.getppid())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the simulator, which ends us by closing the socket
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    faulthandler.register(signal.SIGALRM, all_threads=True, chain=True)  # tell where, then die of it
     connection = Connection(int(sys.argv[1]))
     task = json.loads(sys.argv[2])
     try:
@@ -374,13 +427,14 @@ def main() -> None:
         connection.send_bytes(pack({}, {"error": _cause(exc)}))
         return
     connection.send_bytes(pack({}, {"specification": specification_to_json(batch.specification)}))
+    watched = _Watched(batch, float(task["step_deadline_s"]), float(task["start_deadline_s"]))
     while True:
         try:
             packet = connection.recv_bytes()
         except (EOFError, OSError):
             break
         try:
-            reply = _answer(batch, packet)
+            reply = _answer(watched, packet)
         except Exception as exc:
             # The environment is someone else's code: whatever it raises is reported, and this process is replaced.
             traceback.print_exc()

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
-from vla_stream.environments.protocol import EnvironmentBatch, Observations, Specification, StepResult
+from vla_stream.environments.protocol import Observations, Specification, StepResult
 from vla_stream.errors import EnvironmentFailed
+
+
+class Steppable(Protocol):
+    """The part of an EnvironmentBatch that chunks need."""
+
+    specification: Specification
+
+    def reset(self, mask: np.ndarray, seeds: np.ndarray) -> Observations: ...
+
+    def step(self, actions: np.ndarray, active: np.ndarray) -> StepResult: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +42,7 @@ class ChunkResult:
 
 
 def run_chunk(
-    batch: EnvironmentBatch,
+    batch: Steppable,
     actions_BHA: np.ndarray,
     active: np.ndarray,
     reset_rows: np.ndarray,
@@ -74,7 +85,7 @@ def run_chunk(
     return ChunkResult(observations, final, final_rows, executed, rewards, terminated, truncated, success)
 
 
-def reset_checked(batch: EnvironmentBatch, mask: np.ndarray, seeds: np.ndarray) -> Observations:
+def reset_checked(batch: Steppable, mask: np.ndarray, seeds: np.ndarray) -> Observations:
     """`batch.reset`, with its observations checked."""
     observations = batch.reset(mask, seeds)
     check_observations(observations, batch.specification, len(mask))
@@ -93,7 +104,7 @@ def check_result(result: StepResult, specification: Specification, rows: int) ->
 
 
 def check_observations(observations: Observations, specification: Specification, rows: int) -> None:
-    """Raises EnvironmentFailed. Images are checked when they are packed: reading them here could render them."""
+    """Raises EnvironmentFailed. Images are left to `read_images`: reading them here could render them."""
     state = observations.state
     if state.shape != (rows, specification.state_dims) or state.dtype != np.float32:
         expected = f"float32[{rows}, {specification.state_dims}]"
@@ -105,3 +116,13 @@ def check_observations(observations: Observations, specification: Specification,
             f"{len(observations.instruction)} instructions and cameras {sorted(observations.images)}, "
             f"expected {rows} and {sorted(specification.cameras)}"
         )
+
+
+def read_images(observations: Observations, specification: Specification) -> Observations:
+    """The same with plain, checked images; reading may render them. Raises EnvironmentFailed: wrong shape or dtype."""
+    images = dict(observations.images)
+    for camera, (height, width) in specification.cameras.items():
+        image, shape = images[camera], (len(observations), height, width, 3)
+        if image.shape != shape or image.dtype != np.uint8:
+            raise EnvironmentFailed(f"image {camera} is {image.dtype}{list(image.shape)}, expected uint8{list(shape)}")
+    return Observations(images, observations.state, observations.instruction)

@@ -1,0 +1,83 @@
+"""A run on the shared server for tests that drive workers: `tests/workers/conftest.py` has its fixture."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import shutil
+from pathlib import Path
+from typing import Any
+
+from vla_stream import config as configs
+from vla_stream.broker.connection import Client
+from vla_stream.broker.lanes import shm_folder
+from vla_stream.config import Config
+from vla_stream.flow import Flow
+from vla_stream.streams.keys import Keys
+from workers.worker import Worker
+
+
+class Run:
+    """One run: its config, its flow, and workers of it in this process."""
+
+    def __init__(self, url: str, name: str, folder: Path, client: Client) -> None:
+        self.url, self.name, self.folder, self.client = url, name, folder, client
+        self.keys = Keys(name)
+        self.flow = Flow(client, self.keys)
+        self.workers: list[Worker] = []
+
+    def config(self, **changes: Any) -> Config:
+        """Small and fast: 2 slots of 2 rows on `fakes:Line`, T = 3, H = 2, B = 2. `section__field=value` changes it."""
+        data: dict[str, Any] = {
+            "name": self.name,
+            "seed": 5,
+            "updates": 3,
+            "runs_dir": str(self.folder),
+            "environment": {"name": "fakes:Line", "max_steps": 12, "options": {}},
+            "policy": {"name": "fake_policies:Linear", "chunk": 2},
+            "simulators": {"count": 1, "slots": 2, "envs_per_slot": 2, "segment": {"steps": 3}},
+            "generators": {"max_batch_size": 4, "max_wait_ms": 1.0},
+            "trainer": {"segments_per_update": 2, "epochs": 1, "critic_warmup_updates": 0},
+            "flow": {"lease_s": 5.0},
+        }
+        for name, value in changes.items():
+            section, _, field = name.partition("__")
+            if field:
+                data.setdefault(section, {})[field] = value
+            else:
+                data[section] = value
+        return configs.validate(data)
+
+    def start(self, **changes: Any) -> Config:
+        """The config, and the run's flow on the server."""
+        config = self.config(**changes)
+        assert self.flow.create(config)
+        return config
+
+    def worker(self, role: str, number: int = 0) -> Worker:
+        made = Worker(role, f"{role}-{number}", secrets.token_hex(8), self.name, self.url)
+        made.claim()
+        self.workers.append(made)
+        return made
+
+    def allow(self, version: int = 1) -> None:
+        """As if a trainer had published weights `version`: permits are given."""
+        self.client.hset(self.keys.flow, "version", version)
+
+    def events(self) -> list[tuple[str, str]]:
+        """(kind, sentence) of all events so far."""
+        entries: Any = self.client.xrange(self.keys.events)
+        return [(fields[b"kind"].decode(), fields[b"text"].decode()) for _, fields in entries]
+
+    def kinds(self) -> list[str]:
+        return [kind for kind, _ in self.events()]
+
+    @property
+    def shm(self) -> Path:
+        return shm_folder(self.name, self.url)
+
+    def close(self) -> None:
+        for worker in self.workers:
+            with contextlib.closing(worker.client):
+                worker.release()
+        shutil.rmtree(self.shm, ignore_errors=True)
