@@ -8,12 +8,14 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
+import yaml
 from pydantic import BaseModel
 
 from vla_stream.config import Pretrain
 from vla_stream.environments.protocol import EnvironmentBatch, Observations, Specification, StepResult
-from vla_stream.environments.tabletop import Tabletop
+from vla_stream.environments.tabletop import Tabletop, other_colour
 from vla_stream.errors import InputError
+from vla_stream.evaluation import evaluate
 from vla_stream.learning.cloning import (
     Demonstrations,
     Scenes,
@@ -274,3 +276,19 @@ def test_grounding_teaches_the_tabletop_policy_to_see_the_named_cube() -> None:
     warm_start(policy, demonstrations, scenes, Pretrain(steps=1, grounding_steps=150, batch=32))
     after = float(policy.grounding_loss(held_out.observations, held_out.targets).detach())
     assert after < before / 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_quick_start_begins_mediocre_and_already_listens_to_the_colour() -> None:
+    quickstart = yaml.safe_load((Path(__file__).parents[2] / "configs" / "quickstart.yaml").read_text())
+    pretrain, chunk = Pretrain.model_validate(quickstart["pretrain"]), quickstart["policy"]["chunk"]
+    batch = Tabletop(50, quickstart["environment"]["max_steps"], Tabletop.Options())
+    torch.set_num_threads(1)
+    torch.manual_seed(pretrain.seed)
+    policy = Tiny(Tiny.Options.model_validate(quickstart["policy"]["options"]), batch.specification, chunk)
+    demonstrations = collect_demonstrations(batch, pretrain.episodes, pretrain.action_noise, chunk, pretrain.seed)
+    warm_start(policy, demonstrations, collect_scenes(batch, pretrain.grounding_scenes, pretrain.seed), pretrain)
+    held_out = range(10_000_000, 10_000_200)
+    assert 0.3 <= evaluate(policy, batch, chunk, held_out).success.mean() <= 0.6
+    assert evaluate(policy, batch, chunk, held_out, other_colour).success.mean() < 0.1
