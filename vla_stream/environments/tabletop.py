@@ -153,15 +153,15 @@ class Tabletop:
         self.rows = rows
         self._shaping = options.shaping
         self._delay = options.step_delay_ms
-        self._delay_random: np.random.Generator | None = None
+        self._delay_random: np.random.Generator | None = None  # seeded by the first reset
         self._geometry = _geometry(mujoco)
         self._renderer = _Renderer(mujoco, self._geometry)
         self._data = [mujoco.MjData(self._geometry.model) for _ in range(rows)]
-        self._scenes: list[_Scene] = []
+        self._scenes = [_Scene(self._renderer, data.qpos.copy()) for data in self._data]
         self._steps = np.zeros(rows, dtype=np.int64)
         self._targets = np.zeros(rows, dtype=np.int64)
-        self.reset(np.ones(rows, dtype=bool), np.zeros(rows, dtype=np.uint64))
-        self._delay_random = None  # seeded by the first reset from outside
+        for row in range(rows):
+            self._reset_row(row, seed=0)
 
     def reset(self, mask: np.ndarray, seeds: np.ndarray) -> Observations:
         """See the protocol: each row from its seed alone, bit for bit."""
@@ -169,8 +169,6 @@ class Tabletop:
             raise EnvironmentFailed(
                 f"tabletop: got mask{list(mask.shape)} and seeds{list(seeds.shape)}, expected [{self.rows}] each"
             )
-        if not self._scenes:
-            self._scenes = [_Scene(self._renderer, data.qpos.copy()) for data in self._data]
         for row in map(int, np.flatnonzero(mask)):
             if self._delay_random is None:
                 self._delay_random = np.random.default_rng(int(seeds[row]))
