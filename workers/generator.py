@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from queue import Empty, Full, Queue
 
@@ -25,10 +26,12 @@ from vla_stream.errors import RunFailed
 from vla_stream.policies.protocol import Act, Policy
 from vla_stream.streams.actions import ActionReply
 from workers.models import WeightsReader, await_specification, make_policy, torch_device
-from workers.requests import Answerer, Answers, Batch, Collector
+from workers.requests import Answerer, Answers, Batch, Collector, collate
 from workers.worker import BLOCK_S, Worker, run_process
 
 POLL_S = 0.0005  # between two looks while a batch fills: BLOCK's own deadline would be late by up to 10 ms
+
+FAILURES_IN_A_ROW = 3  # requests that fail alone, one after the other
 
 
 class Generator:
@@ -38,8 +41,9 @@ class Generator:
         self.worker, self.config, self.policy = worker, config, policy
         self.collector = Collector(worker, config, connect())
         self.answerer = Answerer(worker, config, connect())
-        self.weights = WeightsReader(connect(), worker.keys)
+        self.weights = WeightsReader(connect(), worker.keys, worker.bury)
         self.version, self.digest = 0, ""
+        self._failed_in_a_row = 0
 
     def step(self, block_ms: int | None) -> bool:
         """All stages once, in this thread; True when a batch was served."""
@@ -63,8 +67,13 @@ class Generator:
         self.swap(batch.min_version)
         started_s = time.monotonic()
         keys = None if batch.mode == "mode" else batch.noise_keys
-        with self.worker.meter.busy("infer"):
-            act = self.policy.act(batch.observations, keys)
+        try:
+            with self.worker.meter.busy("infer"):
+                act = self.policy.act(batch.observations, keys)
+        except Exception as exc:
+            # The policy is someone else's code, and what it failed at may be one request among good ones (F16).
+            return self._infer_one_by_one(batch, exc)
+        self._failed_in_a_row = 0
         self.worker.meter.mean("infer_ms", (time.monotonic() - started_s) * 1000)
         replies: Answers = []
         start = 0
@@ -75,6 +84,20 @@ class Generator:
             )
             start = stop
         return replies
+
+    def _infer_one_by_one(self, batch: Batch, cause: Exception) -> Answers:
+        """Each request of a failed batch alone; one that fails alone is a dead letter, and its slot is told.
+
+        Raises RunFailed when one after the other fails: then it is the device or the policy, not the request."""
+        if len(batch.works) > 1:
+            return [answer for work in batch.works for answer in self.infer(collate([work], self.config))]
+        self._failed_in_a_row += 1
+        if self._failed_in_a_row > FAILURES_IN_A_ROW:
+            raise RunFailed(f"{self.worker.id}: inference fails again and again, last: {cause}") from cause
+        traceback.print_exception(cause)
+        (work,), reason = batch.works, f"inference failed: {type(cause).__name__}: {cause}"
+        self.worker.patiently(lambda: self.worker.bury(self.collector.queue.stream, work.entry, reason))
+        return [(work.entry, ActionReply(work.request.id, self.version, self.digest, None, reason[:1000]))]
 
     def swap(self, min_version: int) -> None:
         """Load the newest weights that arrived; wait for them only when `min_version` demands it.

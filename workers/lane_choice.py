@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Literal
+from urllib.parse import urlsplit
 
 from vla_stream.broker.lanes import Lane, RedisLane, ShmLane, shm_folder, shm_usable
 from vla_stream.config import Config
@@ -15,7 +16,7 @@ BLOB_LIFETIME_S = 3600.0
 def choose_lane(config: Config, worker: Worker) -> Lane | None:
     """The lane for observations too large to go inline; None keeps everything inline."""
     wanted: Literal["auto", "inline", "shm", "redis"] = config.broker.lane
-    redis_lane = RedisLane(worker.client, worker.keys.blob, BLOB_LIFETIME_S)
+    redis_lane = lane_through_redis(worker)
     if wanted == "inline":
         return None
     if wanted == "redis":
@@ -31,6 +32,12 @@ def choose_lane(config: Config, worker: Worker) -> Lane | None:
     return redis_lane
 
 
+def lane_through_redis(worker: Worker) -> RedisLane:
+    """The lane that works wherever Redis does."""
+    return RedisLane(worker.client, worker.keys.blob, BLOB_LIFETIME_S)
+
+
 def is_local(url: str) -> bool:
     """Whether a server URL names this host for certain."""
-    return url.startswith("unix://") or any(f"{name}:" in url.rpartition("@")[2] for name in ("127.0.0.1", "localhost"))
+    parts = urlsplit(url)
+    return parts.scheme == "unix" or parts.hostname in ("127.0.0.1", "localhost", "::1")

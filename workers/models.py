@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,12 +13,14 @@ from torch import Tensor
 
 from vla_stream import plugins
 from vla_stream.broker.connection import Client
+from vla_stream.broker.queue import Entry
 from vla_stream.broker.tail import Tail
 from vla_stream.config import Config
 from vla_stream.environments.protocol import Specification
+from vla_stream.errors import BadMessage
 from vla_stream.policies.protocol import Policy
 from vla_stream.streams.keys import Keys
-from vla_stream.streams.weights import WeightsManifest
+from vla_stream.streams.weights import ENTRIES_KEPT, WeightsManifest
 from workers.worker import Worker
 
 SAY_WAITING_S = 10.0
@@ -36,25 +38,31 @@ class Weights:
 class WeightsReader:
     """Brings the newest weights. `poll` may run in a thread of its own; `newest` and `wait` are for the others."""
 
-    def __init__(self, client: Client, keys: Keys) -> None:
-        self.client, self.keys = client, keys
+    def __init__(self, client: Client, keys: Keys, bury: Callable[[str, Entry, str], None]) -> None:
+        self.client, self.keys, self._bury = client, keys, bury
         self.device = torch.device("cpu")
         self._tail = Tail(client, keys.weights)
+        self._unseen: list[Entry] = []  # kept until fetched: a broken connection must not lose a version
         self._newest: Weights | None = None
         self._arrived = threading.Condition()
 
     def poll(self, block_ms: int | None = None) -> None:
-        """Look for a newer entry and fetch it. Raises BadMessage when it is damaged."""
-        if not self._tail.read(1, block_ms):
-            return
+        """Look for newer entries and fetch the newest that is whole; a damaged one is buried (F27)."""
         # Newest wins: what lies between the last look and now is skipped.
-        entry = self._tail.newest()
-        if entry is None:
-            return
-        manifest = WeightsManifest.from_fields(entry.fields)
-        data = manifest.assemble(lambda index: self._chunk(manifest, index))
-        if data is None:
-            return  # Its chunks are gone, so a newer version exists: the next look finds it.
+        self._unseen += self._tail.read(ENTRIES_KEPT, None if self._unseen else block_ms)
+        for entry in reversed(self._unseen):
+            try:
+                manifest = WeightsManifest.from_fields(entry.fields)
+                data = manifest.assemble(lambda index, of=manifest: self._chunk(of, index))  # type: ignore[misc]
+            except BadMessage as exc:
+                self._bury(self._tail.stream, entry, str(exc))
+                continue
+            if data is not None:  # else its chunks are gone, so a newer version exists
+                self._arrive(manifest, data)
+                break
+        self._unseen = []
+
+    def _arrive(self, manifest: WeightsManifest, data: bytes) -> None:
         state = {name: tensor.to(self.device, non_blocking=True) for name, tensor in load(data).items()}
         with self._arrived:
             self._newest = Weights(manifest.version, manifest.digest, state)
@@ -117,10 +125,12 @@ def await_specification(worker: Worker) -> Specification | None:
 
 
 def make_policy(config: Config, specification: Specification, device: torch.device) -> Policy:
-    """The configured policy, freshly initialised from the run's seed. Raises InputError."""
+    """The configured policy, freshly initialised. Raises InputError.
+
+    A warm start's own seed decides its first weights too: the same one for every seed of the run."""
     cls = plugins.load_class(plugins.POLICIES, config.policy.name)
     options = plugins.parse_options(cls, config.policy.options, "policy.options")
-    torch.manual_seed(config.seed)
+    torch.manual_seed(config.seed if config.pretrain is None else config.pretrain.seed)
     policy: Policy = cls(options, specification, config.policy.chunk)
     if isinstance(policy, torch.nn.Module):
         policy.to(device).eval()

@@ -25,6 +25,7 @@ class Replies:
     def __init__(self, client: Client, stream: str) -> None:
         self.client, self.stream = client, stream
         self._tail = Tail(client, stream)
+        self._consumed: list[Entry] = []
 
     def open(self) -> None:
         """Create the stream: generators add to it only while it exists (F53)."""
@@ -36,10 +37,10 @@ class Replies:
             pipe.execute()
 
     def read(self, block_ms: int | None) -> list[Entry]:
-        """New replies."""
-        entries = self._tail.read(REPLIES_AT_ONCE, block_ms)
-        self._tail.delete(entries)
-        return entries
+        """New replies. They are deleted at the next call: an error of the connection must not lose what was read."""
+        self._tail.delete(self._consumed)
+        self._consumed = self._tail.read(REPLIES_AT_ONCE, block_ms)
+        return self._consumed
 
     def renew(self) -> bool:
         """False when the stream is gone (a flush)."""

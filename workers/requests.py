@@ -24,6 +24,7 @@ from vla_stream.streams.observations import unpack_observations
 from workers.worker import Worker
 
 SWEEP_S = 60.0
+MAX_DELIVERIES = 3  # more often delivered: it may be what killed its readers, so it endangers no others (F16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,48 +108,55 @@ class Collector:
         works = self.batcher.take(self.clock.now_ms())
         if not works:
             return None
-        rows = sum(work.request.n for work in works)
-        size = padded_size(rows, self.config.generators.padded_sizes, self.config.generators.max_batch_size)
-        observations = Observations.concatenate([work.observations for work in works])
-        keys = np.concatenate([self._noise_keys(work) for work in works])
-        if size > rows:
-            # Padding repeats the last row: any valid input will do, and its outputs are cut off again.
-            index = np.minimum(np.arange(size), rows - 1)
-            observations, keys = observations.take(index), keys[index]
-        born_ms = min(work.entry.born_ms for work in works)
+        batch = collate(works, self.config)
         meter = self.worker.meter
         meter.count("batches")
         meter.count("requests", len(works))
-        meter.count("rows", rows)
-        meter.mean("fill", rows / self.config.generators.max_batch_size)
-        meter.mean("age_ms", self.clock.now_ms() - born_ms)
-        return Batch(works, observations, keys, rows, born_ms)
-
-    def _noise_keys(self, work: Work) -> np.ndarray:
-        identity = work.request.id
-        return seeds.noise_keys(self.config.seed, identity.ticket, identity.step, work.request.n)
+        meter.count("rows", batch.rows)
+        meter.mean("fill", batch.rows / self.config.generators.max_batch_size)
+        meter.mean("age_ms", self.clock.now_ms() - batch.born_ms)
+        return batch
 
     def _add(self, entry: Entry) -> None:
+        """Owned is what waits in a batch or for its refusal: should Redis fail in here, `recover` brings it again."""
         if entry.id in self.owned:
             return
-        self.owned[entry.id] = time.monotonic()
+        request: ObsRequest | None = None
         try:
             request = ObsRequest.from_fields(dict(entry.fields))
             data = request.payload if request.payload is not None else self.reader.read(request.ref)
             observations = unpack_observations(data, request.n)
             self.batcher.add(
-                Work(entry, request, observations), request.n, _shape(request, observations), entry.born_ms
+                Work(entry, request, observations), request.n, _shape(entry, request, observations), entry.born_ms
             )
         except PayloadUnreachable as exc:
+            assert request is not None
             self._refuse(entry, request, str(exc))
         except (BadMessage, ValueError) as exc:
             self.worker.bury(self.queue.stream, entry, str(exc))
-            self.queue.done([entry.id])
-            del self.owned[entry.id]
+            if request is None:
+                self.queue.done([entry.id])
+                return
+            self._refuse(entry, request, str(exc))
+        self.owned[entry.id] = time.monotonic()
 
     def _refuse(self, entry: Entry, request: ObsRequest, reason: str) -> None:
         """The slot that waits must hear of it: it aborts its segment and goes on."""
         self.refusals.append((entry, ActionReply(request.id, self.worker.version, "", None, reason)))
+
+
+def collate(works: list[Work], config: Config) -> Batch:
+    """One batch of these requests, padded to one of the fixed sizes."""
+    rows = sum(work.request.n for work in works)
+    size = padded_size(rows, config.generators.padded_sizes, config.generators.max_batch_size)
+    observations = Observations.concatenate([work.observations for work in works])
+    ids = [(work.request.id.ticket, work.request.id.step, work.request.n) for work in works]
+    keys = np.concatenate([seeds.noise_keys(config.seed, *part) for part in ids])
+    if size > rows:
+        # Padding repeats the last row: any valid input will do, and its outputs are cut off again.
+        index = np.minimum(np.arange(size), rows - 1)
+        observations, keys = observations.take(index), keys[index]
+    return Batch(works, observations, keys, rows, min(work.entry.born_ms for work in works))
 
 
 class Answerer:
@@ -164,7 +172,8 @@ class Answerer:
         """One round trip. Replies to a simulator that is gone are not added (NOMKSTREAM), their requests are done."""
         if not answers:
             return
-        with self.client.pipeline(transaction=False) as pipe:
+        # One transaction: when memory is full the reply is refused, and then the request must not be gone either (F23).
+        with self.client.pipeline(transaction=True) as pipe:
             for _, reply in answers:
                 stream = self.worker.keys.actions(reply.id.simulator)
                 pipe.xadd(stream, reply.to_fields(), nomkstream=True)  # type: ignore[arg-type]
@@ -173,7 +182,8 @@ class Answerer:
         self.worker.progress += len(answers)
 
 
-def _shape(request: ObsRequest, observations: Observations) -> Hashable:
-    """Requests that may share a batch: same shapes, same mode."""
+def _shape(entry: Entry, request: ObsRequest, observations: Observations) -> Hashable:
+    """Requests that may share a batch: same shapes, same mode. One that was delivered too often is served alone."""
     images = tuple((name, image.shape[1:]) for name, image in sorted(observations.images.items()))
-    return request.mode, images, observations.state.shape[1]
+    alone = entry.id if entry.deliveries > MAX_DELIVERIES else ""
+    return request.mode, images, observations.state.shape[1], alone

@@ -24,7 +24,7 @@ from vla_stream.streams.actions import ActionReply
 from vla_stream.streams.keys import Keys
 from vla_stream.streams.obs_requests import ObsRequest
 from workers.environment_host import Host, Outcome, ProcessHost
-from workers.lane_choice import choose_lane
+from workers.lane_choice import choose_lane, lane_through_redis
 from workers.replies import Replies, ReplyThread
 from workers.slot import Place, Slot, State, new_incarnation, slot_part
 from workers.worker import BEAT_S, Worker, run_process
@@ -63,6 +63,7 @@ class Simulator:
         self.incarnation = new_incarnation()
         self.lane = choose_lane(config, worker)
         self.replies = Replies(worker.client, self.keys.actions(worker.id))
+        self._action_shape = (config.policy.chunk, hosts[0].specification.action_dims)
         simulators = config.simulators
         self.batches = []
         for number, host in enumerate(hosts):
@@ -151,6 +152,9 @@ class Simulator:
             try:
                 if reply.act is None:
                     raise EnvironmentFailed(f"generator answered with an error: {reply.error}")
+                if reply.act.actions.shape[1:] != self._action_shape:
+                    got, expected = list(reply.act.actions.shape[1:]), list(self._action_shape)
+                    raise EnvironmentFailed(f"reply's actions are [H, A] = {got}, expected {expected}")
                 slot.answer(reply.act, reply.version)
             except EnvironmentFailed as exc:
                 self._abort(slot, str(exc))
@@ -214,6 +218,9 @@ class Simulator:
             return False
         for cause in outcome.causes:
             self.worker.say("environment", f"{cause}; replaced, its segments are aborted")
+        # All slots with rows in a lost process, whatever they are doing: an idle one must not go on without a reset.
+        for slot in [slot for slot in batch.slots if outcome.failed[slot.rows].any()]:
+            self._abort(slot, None)
         if outcome.chunk is None:
             self._after_reset(batch, outcome)
         else:
@@ -224,9 +231,6 @@ class Simulator:
         asking = []
         # A slot may have lost its permit meanwhile; it then waits for another and resets again.
         for slot in (slot for slot in batch.resetting if slot.state is State.WANTING):
-            if outcome.failed[slot.rows].any():
-                self._abort(slot, None)
-                continue
             part = outcome.observations.take(np.arange(slot.rows.start, slot.rows.stop))
             asking.append((slot, slot.look(part, batch.reset_mask[slot.rows])))
         batch.resetting = []
@@ -235,9 +239,6 @@ class Simulator:
     def _after_chunk(self, batch: _Batch, outcome: Outcome) -> None:
         assert outcome.chunk is not None
         for slot in [slot for slot in batch.slots if slot.state is State.STEPPING]:
-            if outcome.failed[slot.rows].any():
-                self._abort(slot, None)
-                continue
             part = slot_part(outcome.chunk, slot.rows)
             slot.advance(part)
             self.meter.count("env_steps", int(part.executed.sum()))
@@ -255,6 +256,7 @@ class Simulator:
                 request = slot.ask(observations)
             except PayloadUnreachable as exc:
                 self._abort(slot, str(exc))
+                self._leave_lane(str(exc))
             else:
                 self._outbox[str(request.id)] = (slot, request)
 
@@ -286,6 +288,7 @@ class Simulator:
                     self.flow.publish(slot.permit.member, trajectory.to_fields())
                 except PayloadUnreachable as exc:
                     self._abort(slot, str(exc))
+                    self._leave_lane(str(exc))
                 except Expired as exc:
                     self.worker.say("expired", str(exc))
                     slot.drop()
@@ -316,10 +319,17 @@ class Simulator:
             self.worker.state = "running"
             self._permit_wait_s = FIRST_PERMIT_WAIT_S
             for slot, permit in zip(idle, granted, strict=False):
+                slot.lane = self.lane
                 slot.begin(permit)
                 moved = True
         self._next_permit_s = now_s + self._permit_wait_s
         return moved
+
+    def _leave_lane(self, reason: str) -> None:
+        """A full /dev/shm must not end a run: segments begun from now on take another way (F28)."""
+        if self.config.broker.lane == "auto" and self.lane is not None and self.lane.name == "shm":
+            self.lane = lane_through_redis(self.worker)
+            self.worker.say("lane", f"observations travel through Redis from now on: {reason}")
 
     def _renew_and_ask_again(self) -> None:
         now_s = time.monotonic()

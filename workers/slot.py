@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from dataclasses import dataclass, field
 from enum import Enum
 
 import numpy as np
 
+from vla_stream.broker.connection import UNREACHABLE
 from vla_stream.broker.lanes import Lane, segment_name
 from vla_stream.environments.chunks import ChunkResult
 from vla_stream.environments.protocol import Observations
@@ -181,7 +183,8 @@ class Slot:
         elif self.step >= self.steps:
             self.needs_reset |= ended
         self.reply = None
-        self._observations = chunk.observations
+        # Held rows keep what they saw last: a host may have zeros and no sentence for rows that it did not step.
+        self._observations = self.look(chunk.observations, valid)
         done = bool(self.held.all()) if self.whole_episode else self.step >= self.steps
         self.state = State.FINISHED if done or self.step >= self.steps else State.WANTING
 
@@ -223,7 +226,9 @@ class Slot:
     def drop(self) -> None:
         """The segment will never be published: forget its bytes, and start afresh with a reset."""
         if self.lane is not None and self._segment:
-            self.lane.remove(self._segment)
+            # Its bytes have a lifetime of their own; the slot must be free in any case.
+            with contextlib.suppress(*UNREACHABLE):
+                self.lane.remove(self._segment)
         self.needs_reset[:] = True
         self._episode_version[:] = -1
         self._episode_reward[:] = 0.0
