@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 BLUE, ORANGE, GREY = "#2f6db3", "#d9822b", "#8a8f98"
 RATE_BIN_S = 5.0
+TRAINED_UPDATES = 5  # over which the rate of trained steps is averaged
 
 
 @dataclass(slots=True)
@@ -74,11 +75,14 @@ def draw(curve: Curve, file: Path, title: str) -> None:
     figure.suptitle(title, x=0.01, ha="left", fontsize=12)
     thousands = [steps / 1000 for steps in curve.env_steps]
     _success(axes[0][0], curve, thousands, "trained environment steps, thousands")
-    _success(axes[0][1], curve, curve.minutes, "wall time, minutes")
+    factor, unit = _clock(curve)
+    _success(axes[0][1], curve, [factor * at for at in curve.minutes], f"wall time, {unit}")
     _rates(axes[0][2], curve)
     updates = [number(record, "update") or 0.0 for record in curve.updates]
     _lines(axes[1][0], curve, updates, {"staleness": "mean", "staleness_max": "max"}, "staleness, versions")
-    _lines(axes[1][1], curve, updates, {"approx_kl": "KL", "clip_fraction": "clip fraction"}, "KL, clip fraction")
+    _lines(
+        axes[1][1], curve, updates, {"kl_behaviour": "KL to behaviour", "clip_fraction": "clip fraction"}, "KL, clip"
+    )
     _lines(axes[1][2], curve, updates, {"policy_loss": "policy", "value_loss": "value"}, "loss")
     partial = file.with_name(file.name + ".partial")
     figure.savefig(partial, format="png")
@@ -95,6 +99,12 @@ def _add_update(curve: Curve, record: Record, minutes: float) -> None:
     curve.env_steps.append((curve.env_steps[-1] if curve.env_steps else 0.0) + steps)
     curve.updates.append(record)
     curve.minutes.append(minutes)
+
+
+def _clock(curve: Curve) -> tuple[float, str]:
+    """Seconds for a short run, minutes for others: (factor, label)."""
+    short = not curve.minutes or curve.minutes[-1] < 3
+    return (60.0, "seconds") if short else (1.0, "minutes")
 
 
 def _success(axis: Axes, curve: Curve, x: Sequence[float], label: str) -> None:
@@ -119,16 +129,17 @@ def _success(axis: Axes, curve: Curve, x: Sequence[float], label: str) -> None:
 
 
 def _rates(axis: Axes, curve: Curve) -> None:
-    axis.plot([at for at, _ in curve.rates], [rate for _, rate in curve.rates], color=BLUE, label="sampled")
-    window = 5
+    factor, unit = _clock(curve)
+    axis.plot([factor * at for at, _ in curve.rates], [rate for _, rate in curve.rates], color=BLUE, label="sampled")
     at, trained = [], []
-    for end in range(window, len(curve.minutes)):
-        seconds = 60 * (curve.minutes[end] - curve.minutes[end - window])
+    for end in range(1, len(curve.minutes)):
+        start = max(0, end - TRAINED_UPDATES)
+        seconds = 60 * (curve.minutes[end] - curve.minutes[start])
         if seconds > 0:
-            at.append(curve.minutes[end])
-            trained.append((curve.env_steps[end] - curve.env_steps[end - window]) / seconds)
+            at.append(factor * curve.minutes[end])
+            trained.append((curve.env_steps[end] - curve.env_steps[start]) / seconds)
     axis.plot(at, trained, color=ORANGE, label="trained")
-    axis.set(xlabel="wall time, minutes", ylabel="environment steps per second", ylim=(0, None))
+    axis.set(xlabel=f"wall time, {unit}", ylabel="environment steps per second", ylim=(0, None))
     _finish(axis)
 
 

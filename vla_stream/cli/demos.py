@@ -36,7 +36,8 @@ def demos(configs: tuple[Path, ...], overrides: tuple[str, ...], output: Path) -
         raise InputError("pretrain: the config has no such section, expected one that says how many; add pretrain: {}")
 
     def progress(stage: str, done: int, of: int) -> None:
-        click.echo(f"{stage} {done}/{of}", err=True)
+        if done == of or done % max(1, of // 10) < ROWS:
+            click.echo(f"{stage} {done}/{of}", err=True)
 
     wanted = max(config.pretrain.episodes, config.pretrain.grounding_scenes)
     batch = make_batch(config.environment, rows_for(config.environment.name, min(ROWS, wanted)))

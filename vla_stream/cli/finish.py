@@ -23,6 +23,17 @@ from vla_stream.evaluation import mcnemar
 CURVE_FILE, SUMMARY_FILE, CHECKPOINTS = "curve.png", "summary.json", "checkpoints"
 
 
+def checkpoints(run_dir: Path) -> list[Path]:
+    """Their folders, oldest first."""
+    return sorted((path for path in (run_dir / CHECKPOINTS).glob("[0-9]*")), key=lambda path: int(path.name))
+
+
+def newest_update(run_dir: Path) -> int:
+    """The update that `--resume` goes on from."""
+    folders = checkpoints(run_dir)
+    return int(folders[-1].name) if folders else 0
+
+
 def evaluate_ends(
     config: Config, run_dir: Path, idle: Callable[[], bool], tell: Callable[[str], None]
 ) -> dict[str, dict[str, Any]]:
@@ -31,7 +42,7 @@ def evaluate_ends(
     Returns what `vla-stream eval --json` says, under `before` and `after`; empty without episodes or checkpoints.
     Raises Interrupted, or RunFailed.
     """
-    folders = sorted(path for path in (run_dir / CHECKPOINTS).glob("[0-9]*") if path.is_dir())
+    folders = checkpoints(run_dir)
     if not config.evaluation.episodes or not folders:
         return {}
     ends = {"after": folders[-1]}
@@ -106,9 +117,9 @@ def summarise(config: Config, run_dir: Path, results: dict[str, dict[str, Any]],
         f"{updates} updates from {count(trained)} environment steps in {duration(seconds)}{rate} "
         f"(session {duration(session_s)})"
     )
-    checkpoints = sorted((run_dir / CHECKPOINTS).glob("[0-9]*"))
-    if checkpoints:
-        lines.append(f"policy   {_shown(checkpoints[-1])}")
+    folders = checkpoints(run_dir)
+    if folders:
+        lines.append(f"policy   {_shown(folders[-1])}")
     if (run_dir / CURVE_FILE).exists():
         lines.append(f"curve    {_shown(run_dir / CURVE_FILE)}")
     lines.append(f"metrics  {_shown(run_dir / samples.METRICS_FILE)}")

@@ -216,8 +216,8 @@ def _save_image(client: Client, keys: Keys, target: Target, stream: str, file: P
             click.echo(
                 f"{entry.id} of {stream}: {rows} rows, {len(moments)} moments, {picture.size[0]}×{picture.size[1]}"
             )
-            for row, instruction in enumerate(moments[0].instruction):
-                click.echo(f"    row {row}: {instruction}")
+            for row in range(rows):
+                click.echo(f"    row {row}: {_instructions(moments, row)}")
             click.echo(f"saved {file}")
             return
         if time.monotonic() > deadline_s:
@@ -238,6 +238,12 @@ def _moments(stream: str, entry: Entry, read: Callable[[str], bytes | memoryview
     return list(Trajectory.from_fields(entry.fields).load(read).observations)
 
 
+def _instructions(moments: list[Observations], row: int) -> str:
+    """What the row was told, in time: after a reset it may be something else."""
+    told = [moment.instruction[row] for moment in moments]
+    return " > ".join(word for index, word in enumerate(told) if index == 0 or word != told[index - 1])
+
+
 def contact_sheet(moments: list[Observations]) -> Image:
     """One line per row, labelled with its instruction; in it all cameras side by side, for each moment in turn."""
     from PIL import Image, ImageDraw
@@ -251,11 +257,14 @@ def contact_sheet(moments: list[Observations]) -> Image:
         tiles = [image.repeat(scale, axis=0).repeat(scale, axis=1) for image in images]
         height = max(tile.shape[0] for tile in tiles)
         lines.append(np.concatenate([np.pad(t, ((0, height - len(t)), (0, 2), (0, 0))) for t in tiles], axis=1))
-    sheet = Image.new("RGB", (max(line.shape[1] for line in lines), sum(len(line) + LABEL_HEIGHT for line in lines)))
+    labels = [f"{row}: {_instructions(moments, row)}" for row in range(len(lines))]
+    pen = ImageDraw.Draw(Image.new("RGB", (1, 1)))
+    width = max(*(line.shape[1] for line in lines), *(4 + int(pen.textlength(label)) for label in labels))
+    sheet = Image.new("RGB", (width, sum(len(line) + LABEL_HEIGHT for line in lines)))
     pen = ImageDraw.Draw(sheet)
     top = 0
-    for row, line in enumerate(lines):
-        pen.text((2, top), f"{row}: {moments[0].instruction[row]}", fill=(255, 255, 255))
+    for label, line in zip(labels, lines, strict=True):
+        pen.text((2, top), label, fill=(255, 255, 255))
         sheet.paste(Image.fromarray(line), (0, top + LABEL_HEIGHT))
         top += len(line) + LABEL_HEIGHT
     return sheet

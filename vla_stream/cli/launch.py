@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from vla_stream.broker.connection import OUT_OF_MEMORY, UNREACHABLE, Client, check_server, connect
 from vla_stream.broker.lanes import shm_folder
@@ -82,6 +82,7 @@ class Launch:
         self._event_times: dict[str, float] = {}
         self._next_beat_s = 0.0
         self._claimed = False
+        self._started_ms = int(time.time() * 1000)
 
     def __enter__(self) -> Launch:
         try:
@@ -222,7 +223,8 @@ class Launch:
         self.flow.create(self.config)
 
     def _claim(self) -> None:
-        fields: Sequence[Any] = ["role", LAUNCHER, "host", socket.gethostname(), "pid", os.getpid(), "state", "running"]
+        about = {"role": LAUNCHER, "host": socket.gethostname(), "pid": os.getpid(), "state": "running"}
+        fields = [item for pair in (about | {"started_ms": self._started_ms}).items() for item in pair]
         arguments = [self._token, int(LAUNCHER_TTL_S * 1000), *fields]
         if not self.flow.scripts.call(CLAIM_WORKER, [self.keys.worker(LAUNCHER)], arguments):
             raise InputError(f"run {self.config.name}: another launcher has it on this server; give another --run NAME")

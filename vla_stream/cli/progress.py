@@ -20,6 +20,7 @@ class Progress:
         self.queue_depth: int | None = None
         self.workers: dict[str, int] = {}
         self.trainer_state = ""
+        self.phase = ""  # what goes on before there are workers
         self.last: Record = {}
         self.first_success: float | None = None
         self.env_steps = 0.0
@@ -115,7 +116,7 @@ class Progress:
             "staleness": decimal(staleness) + (f" (max {worst:.0f})" if worst is not None else ""),
             "queue": "" if self.queue_depth is None else str(self.queue_depth),
             "batch fill": share(self.batch_fill),
-            "KL": decimal(number(self.last, "approx_kl"), 3),
+            "KL": decimal(number(self.last, "kl_behaviour"), 3),
             "ETA": duration(self.eta_s),
         }
         return [(label, value) for label, value in shown.items() if value]
@@ -130,6 +131,8 @@ class Progress:
 
     def waiting(self) -> str:
         """What goes on before the first update."""
+        if self.phase:
+            return self.phase
         there = [
             f"{number} {role}{'s' if number > 1 else ''}" for role, number in sorted(self.workers.items()) if number
         ]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from vla_stream.cli.options import URL_VARIABLE, config_options
+from vla_stream.cli.options import URL_VARIABLE, config_options, connected
 from vla_stream.errors import RunFailed
 
 if TYPE_CHECKING:
@@ -45,14 +45,19 @@ def run(
     from vla_stream.cli.display import make_display
     from vla_stream.cli.folder import RunFolder
 
-    wanted = [*overrides, *([f"updates={updates}"] if updates else [])]
-    folder = RunFolder.open(settings.load(configs, wanted), name=name, resume=resume)
+    config = settings.load(configs, [*overrides, *([f"updates={updates}"] if updates else [])])
+    url = url or os.environ.get(URL_VARIABLE) or None
+    if url is not None:
+        with connected(url):
+            pass  # Before a folder is made: a server that is not there should leave no trace.
+    folder = RunFolder.open(config, name=name, resume=resume)
     display = make_display(plain=plain or inline)
     try:
         for note in [*folder.notes, *settings.notes(folder.config)]:
             display.tell(f"note: {note}")
-        again = f"vla-stream run {' '.join(map(str, configs))} --run {folder.config.name} --resume"
-        _session(folder, url or os.environ.get(URL_VARIABLE) or None, display, again, resume=resume, inline=inline)
+        flags = [*(f"--set {item}" for item in overrides), *([f"--updates {updates}"] if updates else [])]
+        again = " ".join(["vla-stream run", *map(str, configs), *flags, "--run", folder.config.name, "--resume"])
+        _session(folder, url, display, again, resume=resume, inline=inline)
     finally:
         display.close()
         folder.close()
@@ -74,10 +79,14 @@ def _session(folder: RunFolder, url: str | None, display: Display, again: str, *
             )
             samples.append(run_dir / samples.METRICS_FILE, [{"time": time.time(), "kind": "start"}])
             try:
-                _prepare(launch)
-                _train(launch, inline=inline)
+                if resume and finish.newest_update(run_dir) >= config.updates:
+                    display.tell(f"all {config.updates} updates are done already; --updates N goes on to update N")
+                else:
+                    _prepare(launch)
+                    _train(launch, inline=inline)
             except Interrupted:
-                raise RunFailed(f"interrupted at update {launch.progress.update}; go on with: {again}") from None
+                update = finish.newest_update(run_dir)
+                raise RunFailed(f"interrupted, checkpoint {update} of {config.updates}; go on with: {again}") from None
             finally:
                 launch.read_metrics()
                 display.close()
@@ -102,11 +111,12 @@ def _prepare(launch: Launch) -> None:
     file = run_dir / "demos.safetensors"
     if pretrain is None or pretrain.demos is not None or file.exists() or any((run_dir / "checkpoints").glob("[0-9]*")):
         return
-    launch.display.tell(f"recording {pretrain.episodes} demonstrations")
+    launch.progress.phase = f"recording {pretrain.episodes} demonstrations"
     logs = run_dir / "logs"
     arguments = ["demos", str(run_dir / CONFIG_FILE), "--output", str(file)]
     helper = Helper("demonstrations", arguments, logs / "demos.out", logs / "demos.log")
     wait_for([helper], launch.idle, launch.display.tell)
+    launch.progress.phase = ""
     launch.display.tell((logs / "demos.out").read_text(encoding="utf-8").strip())
 
 
