@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from runs import Run
+from live_run import Run
 
 from vla_stream.broker.connection import Client
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runs import Run
+from live_run import Run
 
 from vla_stream.config import Config
 from vla_stream.environments.protocol import Observations
