@@ -205,7 +205,7 @@ def test_a_reply_to_an_older_incarnation_is_dropped(make: Make) -> None:
 
 
 def test_a_reply_with_an_error_aborts_the_segment_and_refunds_its_ticket(make: Make, run: Run) -> None:
-    bench = make()
+    bench = make(flow__max_staleness=0)
     request = next(iter(bench.requests().values()))
     bench.send(ActionReply(request.id, 1, "", None, "no payload here"))
     bench.simulator.step(bench.simulator.replies.read(None))
