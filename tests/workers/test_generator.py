@@ -1,0 +1,445 @@
+"""The generator, step by step, with simulators and trainer that are played by the test."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fake_policies import POISON, Linear
+from fakes import Line
+from live_run import Run
+
+from vla_stream.broker.connection import OUT_OF_MEMORY, UNREACHABLE, connect
+from vla_stream.broker.server import EmbeddedServer
+from vla_stream.config import Config
+from vla_stream.environments.protocol import Observations
+from vla_stream.errors import RunFailed
+from vla_stream.streams.actions import ActionReply
+from vla_stream.streams.obs_requests import ObsRequest, RequestId
+from vla_stream.streams.observations import pack_observations
+from vla_stream.streams.weights import WeightsManifest
+from workers.generator import Generator
+from workers.models import make_policy, publish_chunks, to_bytes
+from workers.replies import Replies
+
+H, A = 2, 2
+CPU = torch.device("cpu")
+SPECIFICATION = Line(1, 1, Line.Options()).specification
+DEADLINE_S = 15.0
+
+
+def look(rows: int = 2, seed: int = 0) -> Observations:
+    return Line(rows, 12, Line.Options()).reset(np.ones(rows, dtype=bool), np.arange(rows, dtype=np.uint64) + seed)
+
+
+class Watched(Linear):
+    """Tells how many rows it saw in each call."""
+
+    def act(self, observations: Observations, noise_keys: np.ndarray | None) -> Any:
+        self.calls = [*getattr(self, "calls", []), len(observations)]
+        return super().act(observations, noise_keys)
+
+
+class Bench:
+    """Generators of one run, and both their neighbours' sides of the streams."""
+
+    def __init__(self, run: Run, config: Config) -> None:
+        self.run, self.config = run, config
+        self.sent: dict[str, str] = {}
+        for simulator in ("simulator-0", "simulator-1"):
+            Replies(run.client, run.keys.actions(simulator)).open()
+
+    def generator(self, number: int = 0) -> Generator:
+        worker = self.run.worker("generator", number)
+        policy = make_policy(self.config, SPECIFICATION, CPU)
+        policy.__class__ = Watched
+        made = Generator(worker, self.config, policy, worker.connect)
+        made.collector.recover()
+        return made
+
+    def publish(self, version: int, *, damaged: bool = False) -> tuple[WeightsManifest, Linear]:
+        """Weights of another seed per version, as a trainer's commit leaves them."""
+        policy = make_policy(self.config.model_copy(update={"seed": version}), SPECIFICATION, CPU)
+        assert isinstance(policy, Linear)
+        manifest, chunks = WeightsManifest.describe(version, version - 1, 1, to_bytes(policy.state_dict()))
+        publish_chunks(self.run.client, self.run.keys, manifest, chunks, 60.0)
+        fields: dict[Any, Any] = manifest.to_fields()
+        self.run.client.xadd(self.run.keys.weights, {**fields, b"version": b"99"} if damaged else fields)
+        return manifest, policy
+
+    def request(
+        self,
+        ticket: int,
+        observations: Observations | None = None,
+        *,
+        simulator: str = "simulator-0",
+        min_version: int = 0,
+        ref: str = "",
+        mode: str = "sample",
+    ) -> str:
+        """Send one request; returns its id."""
+        observations = look() if observations is None else observations
+        identity = RequestId(simulator, "9f2c11ab", 0, 0, ticket, 1, 0)
+        payload = None if ref else pack_observations(observations)
+        fields = ObsRequest(identity, len(observations), min_version, mode, payload, ref).to_fields()
+        entry: Any = self.run.client.xadd(self.run.keys.obs_requests, fields)  # type: ignore[arg-type]
+        self.sent[str(identity)] = entry.decode()
+        return str(identity)
+
+    def replies(self, simulator: str = "simulator-0") -> list[ActionReply]:
+        entries: Any = self.run.client.xrange(self.run.keys.actions(simulator))
+        return [ActionReply.from_fields(fields) for _, fields in entries]
+
+    def serve(self, generator: Generator, replies: int = 1, simulator: str = "simulator-0") -> list[ActionReply]:
+        """Steps until so many replies are there."""
+        self.until(
+            lambda: generator.step(None) or len(self.replies(simulator)) >= replies, lambda: self.replies(simulator)
+        )
+        while len(self.replies(simulator)) < replies:
+            self.until(lambda: generator.step(None), lambda: self.replies(simulator))
+        return self.replies(simulator)
+
+    def until(self, condition: Callable[[], object], told: Callable[[], object] = lambda: "") -> None:
+        deadline_s = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < deadline_s, (told(), self.run.events())
+            time.sleep(0.001)
+
+    def waiting(self) -> int:
+        return int(self.run.client.xlen(self.run.keys.obs_requests))
+
+    def pending(self) -> int:
+        summary: Any = self.run.client.xpending(self.run.keys.obs_requests, "generators")
+        return int(summary["pending"])
+
+    def letters(self) -> list[str]:
+        entries: Any = self.run.client.xrange(self.run.keys.dead_letters)
+        return [fields[b"reason"].decode() for _, fields in entries]
+
+
+@pytest.fixture
+def make(run: Run) -> Callable[..., Bench]:
+    return lambda **changes: Bench(run, run.start(**changes))
+
+
+Make = Callable[..., Bench]
+
+
+def test_one_batch_serves_requests_of_two_simulators_and_each_gets_its_own_reply(make: Make) -> None:
+    bench = make(generators__max_wait_ms=10_000)
+    generator = bench.generator()
+    first = bench.request(1)
+    generator.step(None)
+    assert bench.replies() == [] and len(generator.collector.batcher) == 1, "half a batch waits"
+    second = bench.request(2, simulator="simulator-1")
+    assert generator.step(None)
+    assert generator.policy.calls == [4]  # type: ignore[attr-defined]
+    assert [str(reply.id) for reply in bench.replies()] == [first]
+    assert [str(reply.id) for reply in bench.replies("simulator-1")] == [second]
+    assert bench.waiting() == bench.pending() == 0
+
+
+def test_half_a_batch_is_sent_when_its_oldest_request_is_old_enough(make: Make) -> None:
+    bench = make(generators__max_wait_ms=30)
+    generator = bench.generator()
+    started_s = time.monotonic()
+    bench.request(1)
+    bench.serve(generator)
+    assert time.monotonic() - started_s >= 0.02
+
+
+def test_padding_changes_no_result(make: Make) -> None:
+    bench = make(generators__max_batch_size=16, generators__padded_sizes=[6])
+    generator = bench.generator()
+    bench.request(1, look(3), mode="mode")
+    (reply,) = bench.serve(generator)
+    assert generator.policy.calls == [6]  # type: ignore[attr-defined]
+    expected = make_policy(bench.config, SPECIFICATION, CPU).act(look(3), None)
+    assert reply.act is not None and reply.act.actions.shape == (3, H, A)
+    assert np.allclose(reply.act.actions, expected.actions, atol=1e-6)
+    assert np.allclose(reply.act.logprobs, expected.logprobs, atol=1e-6)
+    assert np.allclose(reply.act.values, expected.values, atol=1e-6)
+
+
+def test_f15_the_same_request_gets_the_same_actions_whoever_serves_it_in_whatever_batch(make: Make) -> None:
+    bench = make()
+    first, second = bench.generator(0), bench.generator(1)
+    bench.request(1)
+    bench.serve(first)
+    bench.request(2, look(seed=9))
+    bench.request(1)
+    bench.serve(second, replies=3)
+    assert second.policy.calls == [4]  # type: ignore[attr-defined]
+    alone, other, together = (reply.act for reply in bench.replies())
+    assert alone is not None and other is not None and together is not None
+    assert np.array_equal(alone.actions, together.actions)
+    assert np.array_equal(alone.logprobs, together.logprobs)
+    assert not np.array_equal(alone.actions, other.actions)
+
+
+def test_rows_with_the_same_observation_get_different_noise(make: Make) -> None:
+    bench = make()
+    bench.request(1, look(1).take([0, 0]))
+    (reply,) = bench.serve(bench.generator())
+    assert reply.act is not None
+    assert not np.array_equal(reply.act.actions[0], reply.act.actions[1])
+
+
+def test_the_mode_is_sampled_without_noise_in_a_batch_of_its_own(make: Make) -> None:
+    bench = make(generators__max_batch_size=8)
+    generator = bench.generator()
+    bench.request(1, look(1).take([0, 0]), mode="mode")
+    bench.request(2)
+    replies = bench.serve(generator, replies=2)
+    assert generator.policy.calls == [8, 8]  # type: ignore[attr-defined]
+    act = next(reply.act for reply in replies if reply.id.ticket == 1)
+    assert act is not None and np.array_equal(act.actions[0], act.actions[1])
+
+
+def test_weights_are_swapped_between_batches_and_every_reply_tells_which_acted(make: Make) -> None:
+    bench = make(seed=77)
+    generator = bench.generator()
+    bench.request(1, mode="mode")
+    bench.serve(generator)
+    for version in (1, 2):
+        bench.publish(version)
+    manifest, policy = bench.publish(3)
+    bench.request(2, mode="mode")
+    before, after = bench.serve(generator, replies=2)
+    assert (before.version, before.weights) == (0, "")
+    assert (after.version, after.weights) == (3, manifest.digest)
+    assert generator.worker.version == 3
+    assert after.act is not None
+    assert np.allclose(after.act.actions, policy.act(look(), None).actions, atol=1e-6)
+
+
+def test_older_weights_never_replace_newer_ones(make: Make) -> None:
+    bench = make()
+    generator = bench.generator()
+    for version in (5, 4):
+        bench.publish(version)
+        bench.request(version)
+        bench.serve(generator, replies=6 - version)
+    assert [reply.version for reply in bench.replies()] == [5, 5]
+
+
+def test_f44_a_request_that_demands_newer_weights_waits_for_them(make: Make) -> None:
+    bench = make()
+    generator = bench.generator()
+    bench.publish(1)
+    bench.request(1, min_version=2)
+    answered = threading.Thread(target=lambda: bench.serve(generator))
+    answered.start()
+    bench.until(lambda: generator.version == 0 and bench.pending() == 1)
+    assert bench.replies() == []
+    bench.publish(2)
+    reader = threading.Thread(target=lambda: bench.until(lambda: (generator.weights.poll(), generator.version == 2)[1]))
+    reader.start()
+    answered.join(DEADLINE_S)
+    reader.join(DEADLINE_S)
+    assert [reply.version for reply in bench.replies()] == [2]
+
+
+def test_f44_weights_that_never_come_end_the_generator_with_both_versions_named(make: Make) -> None:
+    bench = make(generators__batch_deadline_s=0.05)
+    generator = bench.generator()
+    bench.publish(1)
+    bench.request(1, min_version=2)
+    with pytest.raises(RunFailed, match=r"weights 2 are demanded, 0 is loaded, and no newer ones came for 0.05 s"):
+        bench.serve(generator)
+    assert bench.pending() == 1, "the request goes to another generator"
+
+
+def test_f27_damaged_weights_are_buried_and_the_newest_whole_ones_are_used(make: Make) -> None:
+    bench = make()
+    generator = bench.generator()
+    bench.publish(1)
+    bench.publish(2, damaged=True)
+    bench.request(1)
+    assert [reply.version for reply in bench.serve(generator)] == [1]
+    assert len(bench.letters()) == 1
+
+
+def test_a_broken_connection_while_weights_arrive_loses_no_version(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = make()
+    generator = bench.generator()
+    bench.publish(1)
+    monkeypatch.setattr(generator.weights.client, "get", _broken)
+    with pytest.raises(UNREACHABLE[0]):
+        generator.weights.poll()
+    monkeypatch.undo()
+    generator.weights.poll()
+    newest = generator.weights.newest()
+    assert newest is not None and newest.version == 1
+
+
+def test_weights_whose_chunks_are_gone_are_passed_over(make: Make, run: Run) -> None:
+    bench = make()
+    generator = bench.generator()
+    manifest, _ = bench.publish(1)
+    run.client.delete(run.keys.weight_chunk(1, manifest.epoch, 0))
+    generator.weights.poll()
+    assert generator.weights.newest() is None
+    bench.publish(2)
+    generator.weights.poll()
+    newest = generator.weights.newest()
+    assert newest is not None and newest.version == 2
+
+
+def test_f16_f27_an_undecodable_entry_is_a_dead_letter_and_stops_nobody(make: Make, run: Run) -> None:
+    bench = make()
+    run.client.xadd(run.keys.obs_requests, {"what": "is this"})
+    bench.request(1)
+    assert len(bench.serve(bench.generator())) == 1
+    assert len(bench.letters()) == 1 and bench.waiting() == bench.pending() == 0
+
+
+def test_f16_a_request_that_the_policy_fails_at_is_a_dead_letter_its_slot_is_told_and_the_others_are_served(
+    make: Make, capfd: pytest.CaptureFixture[str]
+) -> None:
+    bench = make(generators__max_wait_ms=10_000)
+    generator = bench.generator()
+    bad = look()
+    bad.state[1, 0] = POISON
+    poison = bench.request(1, bad)
+    good = bench.request(2)
+    replies = {str(reply.id): reply for reply in bench.serve(generator, replies=2)}
+    assert generator.policy.calls == [4, 4, 4]  # type: ignore[attr-defined]
+    assert replies[poison].act is None
+    assert replies[poison].error == "inference failed: ValueError: a state that no policy digests"
+    assert replies[good].act is not None
+    assert bench.letters() == [replies[poison].error] and bench.waiting() == bench.pending() == 0
+    assert "Traceback" in capfd.readouterr().err
+
+
+def test_f16_when_one_after_the_other_fails_it_is_the_device_and_the_generator_ends(make: Make) -> None:
+    bench = make()
+    generator = bench.generator()
+    bad = look()
+    bad.state[:] = POISON
+    for ticket in range(1, 4):
+        bench.request(ticket, bad)
+        bench.serve(generator, replies=ticket)
+    last = bench.request(4, bad)
+    with pytest.raises(RunFailed, match="fails again and again, last: a state that no policy digests"):
+        bench.serve(generator, replies=4)
+    assert last not in [str(reply.id) for reply in bench.replies()] and bench.pending() == 1
+
+
+def test_f16_an_entry_that_was_delivered_too_often_is_served_alone(make: Make, run: Run) -> None:
+    bench = make(generators__max_wait_ms=10_000, generators__max_batch_size=4)
+    generator = bench.generator()
+    for ticket in (1, 2):
+        bench.request(ticket)
+    entries: Any = run.client.xreadgroup("generators", "generator-7", {run.keys.obs_requests: ">"}, count=1)
+    (identity, _) = entries[0][1][0]
+    run.client.xclaim(run.keys.obs_requests, "generators", "generator-0", 0, [identity], retrycount=4)
+    generator.collector.recover()
+    generator.collector.look(None)
+    assert len(generator.collector.batcher) == 2
+    # Both together would be a full batch.
+    assert generator.collector.take() is None
+
+
+def test_a_request_with_too_many_rows_gets_an_error_reply(make: Make) -> None:
+    bench = make()
+    bench.request(1, look(5))
+    (reply,) = bench.serve(bench.generator())
+    assert reply.act is None and "raise generators.max_batch_size" in reply.error
+    assert bench.waiting() == 0
+
+
+def test_f28_a_request_whose_payload_is_unreachable_gets_an_error_reply(make: Make) -> None:
+    bench = make()
+    generator = bench.generator()
+    bench.request(1, ref="shm:1.1-5c0ffee0:0:100:0123456789abcdef")
+    (reply,) = bench.serve(generator)
+    assert reply.act is None and "cannot be opened here" in reply.error
+    assert bench.waiting() == bench.pending() == 0 and not generator.collector.owned
+
+
+def test_f03_a_broken_connection_while_a_payload_is_read_strands_no_request(
+    make: Make, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make()
+    generator = bench.generator()
+    bench.request(1, ref="redis:1.1-5c0ffee0:0:100:0123456789abcdef")
+    bench.request(2)
+    monkeypatch.setattr(generator.collector.client, "hget", _broken)
+    with pytest.raises(UNREACHABLE[0]):
+        generator.step(None)
+    monkeypatch.undo()
+    # As the collecting thread does after a reconnect.
+    generator.collector.recover()
+    replies = {reply.id.ticket: reply for reply in bench.serve(generator, replies=2)}
+    assert "is gone" in replies[1].error and replies[2].act is not None
+    assert not generator.collector.owned
+
+
+def _broken(*_: object) -> None:
+    raise UNREACHABLE[0]("injected")
+
+
+def test_f14_a_request_is_redelivered_when_the_generator_dies_before_ack(make: Make) -> None:
+    bench = make(flow__lease_s=0.2)
+    dying, other = bench.generator(0), bench.generator(1)
+    bench.request(1)
+    dying.collector.look(None)
+    bench.until(lambda: len(dying.collector.batcher))
+    batch = None
+    while batch is None:
+        batch = dying.collector.take()
+    late = dying.infer(batch)
+    started_s = time.monotonic()
+    bench.serve(other)
+    assert time.monotonic() - started_s < 5
+    assert bench.waiting() == bench.pending() == 0
+    # Not dead but slow: its reply comes too, under the same id and with the same actions.
+    dying.answer(late)
+    first, second = bench.replies()
+    assert first.id == second.id and first.act is not None and second.act is not None
+    assert np.array_equal(first.act.actions, second.act.actions)
+
+
+def test_a_generators_own_entries_are_not_served_twice_when_their_lease_passes(make: Make) -> None:
+    bench = make(flow__lease_s=0.02, generators__max_wait_ms=300)
+    generator = bench.generator()
+    bench.request(1)
+    assert len(bench.serve(generator)) == 1
+    assert generator.policy.calls == [4]  # type: ignore[attr-defined]
+
+
+def test_f53_a_reply_to_a_vanished_simulator_does_not_bring_its_stream_back(make: Make, run: Run) -> None:
+    bench = make()
+    generator = bench.generator()
+    bench.request(1)
+    run.client.delete(run.keys.actions("simulator-0"))
+    bench.until(lambda: generator.step(None))
+    assert not run.client.exists(run.keys.actions("simulator-0"))
+    assert bench.waiting() == bench.pending() == 0
+
+
+def test_f23_when_redis_is_full_neither_reply_nor_request_is_lost(tmp_path: Path) -> None:
+    with (
+        EmbeddedServer.start(tmp_path) as server,
+        contextlib.closing(connect(server.url, name="test")) as client,
+        contextlib.closing(Run(server.url, "full", tmp_path, client)) as run,
+    ):
+        bench = Bench(run, run.start())
+        generator = bench.generator()
+        bench.request(1)
+        client.config_set("maxmemory", "1")
+        with pytest.raises(OUT_OF_MEMORY):
+            bench.until(lambda: generator.step(None))
+        assert bench.replies() == [] and bench.waiting() == 1
+        client.config_set("maxmemory", "0")
+        generator.collector.owned.clear()
+        generator.collector.recover()
+        assert len(bench.serve(generator)) == 1 and bench.waiting() == 0
