@@ -70,9 +70,9 @@ class Batcher(Generic[Item]):
         return max(0.0, oldest + self.max_wait_ms - now_ms)
 
     def missing_rows(self) -> int:
-        """Rows that the fullest batch still takes: how many more are worth reading."""
+        """Rows that the fullest batch still takes; 0: it is full, and more would only be kept from other generators."""
         fullest = max((sum(w.rows for w in group) for group in self._waiting.values()), default=0)
-        return max(1, self.max_rows - fullest)
+        return max(0, self.max_rows - fullest)
 
     def _is_due(self, group: deque[_Waiting[Item]], now_ms: float) -> bool:
         rows = 0

@@ -136,6 +136,13 @@ def test_a_read_without_time_to_wait_does_not_wait(block_ms: int | None, queue_o
     assert queue_of("generator-0").read(1, block_ms) == []
 
 
+def test_a_reader_with_no_room_gets_nothing(client: Client, stream: str, queue_of: MakeQueue) -> None:
+    dead, queue = queue_of("generator-0"), queue_of("generator-1")
+    add(client, stream, 2)
+    let_leases_pass(dead, dead.read(1))
+    assert queue.read(0) == queue.read_balanced(0, BLOCK_MS) == queue.take_over(0) == []
+
+
 def test_f20_done_entries_are_neither_pending_nor_kept(client: Client, stream: str, queue_of: MakeQueue) -> None:
     queue = queue_of("generator-0")
     add(client, stream, 3)

@@ -58,6 +58,8 @@ class WorkQueue:
 
     def read(self, count: int, block_ms: int | None = None) -> list[Entry]:
         """Up to `count` new entries. block_ms None or 0: do not wait. Creates the group when a flush removed it."""
+        if count < 1:
+            return []  # To Redis, COUNT 0 means all.
         try:
             # To Redis, BLOCK 0 means for ever.
             reply = self.client.xreadgroup(
@@ -73,7 +75,7 @@ class WorkQueue:
 
     def read_balanced(self, count: int, block_ms: int) -> list[Entry]:
         """Block for one entry, then take what is there: else one blocked reader gets the lion's share (F30)."""
-        first = self.read(1, block_ms)
+        first = self.read(min(1, count), block_ms)
         return first + self.read(count - 1) if first and count > 1 else first
 
     def take_over(self, count: int) -> list[Entry]:
@@ -81,6 +83,8 @@ class WorkQueue:
 
         Our own entries come back as well when they were not renewed in time: the caller drops what it still works on.
         """
+        if count < 1:
+            return []
         try:
             reply: Any = self.client.xautoclaim(
                 self.stream, self.group, self.consumer, self.lease_ms, start_id=self._take_over_cursor, count=count
