@@ -59,7 +59,7 @@ class Policy(Protocol):
         """Log-probs, entropy and values of recorded actions f32[B, H, A], with gradients to all parameters."""
 
     def imitation_loss(self, observations: Observations, actions: np.ndarray, valid: np.ndarray) -> Tensor:
-        """Behaviour-cloning loss of demonstrated chunks f32[B, H, A]: the sum over valid bool[B, H] elements ÷ their number."""
+        """Behaviour-cloning loss of demonstrated chunks f32[B, H, A]: mean over the elements where valid bool[B, H]."""
 
     def parameter_groups(self) -> Mapping[str, list[torch.nn.Parameter]]:
         """Trainable parameters as {"policy": [...], "value": [...]}, each parameter once."""
