@@ -1,0 +1,90 @@
+"""Which folder a run gets, and that two launchers never share one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+
+from vla_stream.cli.folder import RunFolder
+from vla_stream.config import Config, validate
+from vla_stream.errors import InputError
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return validate(
+        {
+            "name": "demo",
+            "runs_dir": str(tmp_path / "runs"),
+            "environment": {"name": "tabletop", "max_steps": 8},
+            "policy": {"name": "tiny", "chunk": 4},
+            "trainer": {"segments_per_update": 4},
+        }
+    )
+
+
+def began(config: Config, name: str | None = None, resume: bool = False) -> str:
+    """Open and close a run's folder; its name."""
+    folder = RunFolder.open(config, name=name, resume=resume)
+    folder.close()
+    return folder.config.name
+
+
+def test_a_config_run_again_without_a_name_gets_the_next_number(config: Config) -> None:
+    assert [began(config) for _ in range(3)] == ["demo", "demo-2", "demo-3"]
+
+
+def test_the_folder_holds_the_resolved_config_under_its_own_name(config: Config) -> None:
+    began(config)
+    began(config)
+    kept = yaml.safe_load((config.runs_dir / "demo-2" / "config.yaml").read_text())
+    assert validate(kept).name == "demo-2"
+    assert kept["trainer"]["segments_per_update"] == 4
+
+
+def test_a_named_run_that_exists_is_refused_with_both_remedies(config: Config) -> None:
+    began(config, name="mine")
+    with pytest.raises(InputError, match="exists; continue it with --resume, or give another --run NAME"):
+        began(config, name="mine")
+
+
+def test_resume_without_a_name_takes_the_newest_run_of_the_config(config: Config) -> None:
+    for _ in range(3):
+        began(config)
+    began(config, name="demo-other")
+    for age, name in enumerate(["demo-other", "demo-2", "demo-3", "demo"]):
+        os.utime(config.runs_dir / name / "config.yaml", (1000 - age, 1000 - age))
+    assert began(config, resume=True) == "demo-2"
+
+
+def test_resume_says_what_changed(config: Config) -> None:
+    began(config, name="mine")
+    changed = validate(config.model_dump(mode="json") | {"updates": 7})
+    folder = RunFolder.open(changed, name="mine", resume=True)
+    folder.close()
+    assert folder.notes == ["since the run began, updates changed from 100 to 7"]
+
+
+def test_nothing_to_resume_is_an_error(config: Config) -> None:
+    with pytest.raises(InputError, match="holds no run to resume; start it without --resume"):
+        began(config, name="never", resume=True)
+
+
+def test_a_folder_in_use_is_refused_until_its_launcher_ends(config: Config) -> None:
+    first = RunFolder.open(config, name="mine", resume=False)
+    with pytest.raises(InputError, match="in use by another"):
+        began(config, name="mine", resume=True)
+    first.close()
+    assert began(config, name="mine", resume=True) == "mine"
+
+
+def test_the_url_is_readable_by_its_owner_only_and_goes_with_the_run(config: Config) -> None:
+    folder = RunFolder.open(config, name=None, resume=False)
+    folder.write_url("redis://:secret@host:1/0")
+    file = folder.path / "redis.url"
+    assert file.stat().st_mode & 0o777 == 0o600
+    folder.close()
+    assert not file.exists()

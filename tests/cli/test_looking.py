@@ -1,0 +1,190 @@
+"""status, events and inspect on a real server, with entries as workers write them."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vla_stream.broker.connection import Client
+from vla_stream.cli.main import call
+from vla_stream.config import validate
+from vla_stream.environments.protocol import Observations
+from vla_stream.flow import Flow
+from vla_stream.streams.keys import Keys
+from vla_stream.streams.notices import sample, say
+from vla_stream.streams.obs_requests import ObsRequest, RequestId
+from vla_stream.streams.observations import pack_observations
+
+RED, BLUE = (200, 10, 10), (10, 10, 200)
+
+
+@pytest.fixture
+def keys(client: Client, run_name: str) -> Keys:
+    """A run on the server, without workers."""
+    config = {
+        "name": run_name,
+        "updates": 60,
+        "environment": {"name": "tabletop", "max_steps": 8},
+        "policy": {"name": "tiny", "chunk": 4},
+        "trainer": {"segments_per_update": 4},
+    }
+    assert Flow(client, Keys(run_name)).create(validate(config))
+    return Keys(run_name)
+
+
+@pytest.fixture
+def where(keys: Keys, redis_url: str) -> list[str]:
+    return ["--run", keys.run, "--redis", redis_url]
+
+
+def request(step: int) -> dict[bytes, bytes]:
+    """Two rows, seen by two cameras of different size."""
+    front = np.empty((2, 24, 24, 3), np.uint8)
+    front[0], front[1] = RED, BLUE
+    wrist = np.zeros((2, 12, 12, 3), np.uint8)
+    words = ["touch the red cube", "touch the blue cube"]
+    observations = Observations({"front": front, "wrist": wrist}, np.zeros((2, 3), np.float32), words)
+    identity = RequestId("simulator-0", "9f2c11ab", 0, 1, 17, 1, step)
+    return ObsRequest(identity, 2, 5, "sample", pack_observations(observations), "").to_fields()
+
+
+def put(client: Client, stream: str, fields: dict[bytes, bytes]) -> None:
+    client.xadd(stream, fields)  # type: ignore[arg-type]
+
+
+def test_status_shows_workers_queues_and_books(
+    client: Client, keys: Keys, where: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Flow(client, keys)
+    client.hset(
+        keys.worker("simulator-10"), mapping={"role": "simulator", "host": "node7", "pid": 12, "state": "running"}
+    )
+    client.hset(keys.worker("simulator-9"), mapping={"role": "simulator", "host": "node7", "pid": 11, "version": 3})
+    put(client, keys.obs_requests, request(0))
+    assert call(["status", *where, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [worker["id"] for worker in found["workers"]] == ["simulator-9", "simulator-10"]
+    assert found["queues"] == {"obs-requests": 1, "trajectories": 0, "dead-letters": 0}
+    assert found["flow"]["desired"] == "running"
+    assert call(["status", *where]) == 0
+    shown = capsys.readouterr().out
+    assert f"run {keys.run}: running, update 0 of 60" in shown
+    assert "segments 0 started = 0 trained + 0 in flight" in shown
+
+
+def test_a_worker_of_this_host_whose_process_is_gone_is_not_shown(
+    client: Client, keys: Keys, where: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    client.hset(keys.worker("simulator-0"), mapping={"host": socket.gethostname(), "pid": 2**22 + 1})
+    assert call(["status", *where, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["workers"] == []
+
+
+def test_an_unknown_run_is_an_error(redis_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(["status", "--run", "nobody", "--redis", redis_url]) == 2
+    assert "run nobody: not on this server" in capsys.readouterr().err
+
+
+def test_events_are_sentences_with_time_and_worker(
+    client: Client, keys: Keys, where: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(3):
+        say(client, keys, "simulator-0", "lost", f"it fell {number} times")
+    assert call(["events", *where, "--count", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[9:] for line in lines] == [f"simulator-0 lost: it fell {number} times" for number in (1, 2)]
+
+
+def test_pause_and_resume_set_what_is_desired(client: Client, keys: Keys, where: list[str]) -> None:
+    flow = Flow(client, keys)
+    desired = []
+    for command in ("pause", "resume", "drain", "stop"):
+        assert call([command, *where]) == 0
+        state = flow.state()
+        assert state is not None
+        desired.append(state.desired)
+    assert desired == ["paused", "running", "draining", "stopped"]
+
+
+def test_a_stopped_run_cannot_be_resumed_in_place(
+    where: list[str], keys: Keys, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(["stop", *where]) == 0
+    assert call(["resume", *where]) == 2
+    assert "already stopped; start it again with `vla-stream run … --resume`" in capsys.readouterr().err
+
+
+def test_workers_are_not_attached_to_a_run_that_ends(
+    where: list[str], keys: Keys, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(["drain", *where]) == 0
+    assert call(["simulators", *where]) == 2
+    assert "is ending, expected one that goes on; nothing is attached" in capsys.readouterr().err
+
+
+def test_inspect_shows_a_request_with_its_arrays(
+    client: Client, keys: Keys, where: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(client, keys.obs_requests, request(3))
+    assert call(["inspect", "obs-requests", *where]) == 0
+    shown = capsys.readouterr().out
+    assert "    id  simulator-0/9f2c11ab/0.1/17.1/3\n" in shown
+    assert "    image.front: uint8[2, 24, 24, 3] from 10 to 200\n" in shown
+    assert '    instruction: ["touch the blue cube", "touch the red cube"]\n' in shown
+
+
+def test_inspect_shows_what_does_not_decode_and_why(
+    client: Client, keys: Keys, where: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(client, keys.trajectories, {b"hello": b"\x00\xff" * 300})
+    assert call(["inspect", "trajectories", *where]) == 0
+    shown = capsys.readouterr().out
+    assert "    hello  (600 bytes)\n" in shown
+    assert "    does not decode: entry has schema" in shown
+
+
+def test_inspect_knows_metrics_and_replies_by_simulator(
+    client: Client, keys: Keys, where: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sample(client, keys, "simulator-0", "simulator", "second", {"env_steps": 120.0})
+    put(client, keys.actions("simulator-0"), {b"id": b"x"})
+    assert call(["inspect", "metrics", *where]) == 0
+    assert "    env_steps  120\n" in capsys.readouterr().out
+    assert call(["inspect", "actions:simulator-0", *where]) == 0
+    assert "does not decode" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["obs-request"], "stream 'obs-request': unknown, expected obs-requests, actions:SIMULATOR"),
+        (["actions"], "stream 'actions': unknown"),
+        (["weights", "--image", "x.png"], "weights carries no images, expected obs-requests or trajectories"),
+    ],
+)
+def test_inspect_refuses_what_it_cannot_show(
+    arguments: list[str], message: str, where: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(["inspect", *arguments, *where]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_images_of_a_request_become_one_picture_with_a_line_per_row(
+    client: Client, keys: Keys, where: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(client, keys.obs_requests, {b"broken": b"entry"})
+    put(client, keys.obs_requests, request(0))
+    file = tmp_path / "new" / "picture.png"
+    assert call(["inspect", "obs-requests", *where, "--image", str(file)]) == 0
+    assert "row 1: touch the blue cube" in capsys.readouterr().out
+    with Image.open(file) as image:
+        # Two rows of 144 pixels under labels of 14; cameras of 24 and 12 pixels, six times enlarged, side by side.
+        assert image.size == (144 + 2 + 72 + 2, 2 * (144 + 14))
+        pixels = image.convert("RGB")
+        assert pixels.getpixel((70, 14 + 70)) == RED
+        assert pixels.getpixel((70, 14 + 144 + 14 + 70)) == BLUE

@@ -1,0 +1,165 @@
+"""`vla-stream run` for real: all roles as processes, to the last update, and its end in every way."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vla_stream.broker.connection import Client
+from vla_stream.broker.lanes import shm_folder
+from vla_stream.cli import samples
+from vla_stream.flow import Flow
+from vla_stream.streams.keys import Keys
+
+CONFIG = """
+updates: 2
+environment: {name: tabletop, max_steps: 8}
+policy: {name: tiny, chunk: 4}
+simulators: {count: 1, slots: 2, envs_per_slot: 2, segment: {steps: 2}}
+generators: {count: 1, max_batch_size: 4}
+trainer: {segments_per_update: 4, epochs: 1, checkpoint_every: 1}
+broker: {inline_below_bytes: 0}
+pretrain: {episodes: 2, steps: 2}
+evaluation: {episodes: 3}
+"""
+
+
+class Shell:
+    """Runs commands in a folder of its own; none outlives the test."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._started: list[subprocess.Popen[str]] = []
+        (folder / "mini.yaml").write_text(CONFIG)
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        environment = {name: value for name, value in os.environ.items() if name != "VLA_STREAM_REDIS"}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "vla_stream.cli.main", *arguments],
+            cwd=self.folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+        )
+        self._started.append(process)
+        return process
+
+    def call(self, *arguments: str, deadline_s: float = 120) -> tuple[int, str]:
+        process = self.start(*arguments)
+        shown, _ = process.communicate(timeout=deadline_s)
+        return process.returncode, shown
+
+    def close(self) -> None:
+        for process in self._started:
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    made = Shell(tmp_path)
+    yield made
+    made.close()
+
+
+def wait_for(condition: Callable[[], Any], what: str, deadline_s: float = 90) -> Any:
+    deadline = time.monotonic() + deadline_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"not in time: {what}"
+        time.sleep(0.05)
+    return found
+
+
+def processes_of(run: str) -> list[str]:
+    """Command lines, other than zombies', that name the run."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if run in line:
+            found.append(line)
+    return found
+
+
+@pytest.mark.timeout(180)
+def test_a_run_alone_ends_in_an_evaluated_policy_and_leaves_only_its_folder(shell: Shell, run_name: str) -> None:
+    code, shown = shell.call("run", "mini.yaml", "--run", run_name)
+    assert code == 0, shown
+    folder = shell.folder / "runs" / run_name
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["updates"], summary["before"]["episodes"], summary["after"]["episodes"]) == (2, 3, 3)
+    assert (folder / "curve.png").stat().st_size > 10_000
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == {"000000", "000001", "000002"}
+    kinds = {record.get("kind") for record in samples.load(folder / "metrics.jsonl")}
+    assert kinds == {"start", "second", "update", "evaluation"}
+    assert "2 demonstrations" in shown
+    assert "2 updates from" in shown
+    assert "Traceback" not in shown + "".join(log.read_text() for log in (folder / "logs").iterdir())
+    assert not (folder / "redis.url").exists()
+    assert processes_of(run_name) == []
+    assert not list(Path("/dev/shm").glob(f"*{run_name}*"))
+
+    code, shown = shell.call("run", "mini.yaml", "--run", run_name)
+    assert (code, "exists; continue it with --resume" in shown) == (2, True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_run_survives_kills_refuses_a_twin_drains_on_ctrl_c_and_resumes(
+    shell: Shell, run_name: str, redis_url: str, client: Client
+) -> None:
+    flow, keys = Flow(client, Keys(run_name)), Keys(run_name)
+    where = ["--run", run_name, "--redis", redis_url]
+    process = shell.start("run", "mini.yaml", *where, "--updates", "100000")
+
+    def update() -> int:
+        state = flow.state()
+        return 0 if state is None else state.update
+
+    wait_for(lambda: update() >= 2, "two updates")
+    code, shown = shell.call("run", "mini.yaml", *where, "--set", "runs_dir=others")
+    assert (code, "already runs on this server" in shown) == (2, True)
+
+    for role in ("simulator", "generator", "trainer"):
+        code, shown = shell.call("status", *where, "--json")
+        pid = next(worker["pid"] for worker in json.loads(shown)["workers"] if worker["role"] == role)
+        os.kill(pid, signal.SIGKILL)
+        said = f"{role}-0 is started again"
+        wait_for(lambda: any(fields[b"text"].decode() == said for _, fields in events(client, keys)), said)  # noqa: B023
+        before = update()
+        wait_for(lambda: update() > before + 1, f"updates after the {role} was killed")  # noqa: B023
+
+    process.send_signal(signal.SIGINT)
+    shown, _ = process.communicate(timeout=60)
+    assert process.returncode == 1, shown
+    assert "segments in flight are finished" in shown
+    assert f"go on with: vla-stream run mini.yaml --updates 100000 --run {run_name} --resume" in shown
+    assert "crashed: killed by SIGKILL" in shown
+    assert processes_of(run_name) == []
+    assert list(client.scan_iter(match=keys.everything_pattern)) == []
+    assert not shm_folder(run_name, redis_url).exists()
+
+    newest = max(int(path.name) for path in (shell.folder / "runs" / run_name / "checkpoints").iterdir())
+    code, shown = shell.call("run", "mini.yaml", *where, "--resume", "--updates", str(newest + 2))
+    assert code == 0, shown
+    summary = json.loads((shell.folder / "runs" / run_name / "summary.json").read_text())
+    assert summary["updates"] == newest + 2
+
+
+def events(client: Client, keys: Keys) -> list[Any]:
+    found: Any = client.xrange(keys.events)
+    return list(found)
