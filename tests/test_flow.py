@@ -422,6 +422,13 @@ def test_f02_a_commit_whose_reply_was_lost_is_answered_repeat_and_counts_once(fl
     assert flow.client.xlen(flow.keys.weights) == 2  # that of `resume`, and this one
 
 
+def test_a_segment_that_was_refused_meanwhile_is_not_counted_a_second_time_by_the_commit(flow: Flow) -> None:
+    consumed = publish(flow, grant(flow, B))
+    flow.refuse(consumed[0], "refused")
+    assert commit(flow, consumed) == "committed"
+    assert outcomes(flow) == {"refused": 1, "trained": B - 1} and flow.books().balance == 0
+
+
 def test_a_skipped_update_advances_update_and_version_and_counts_as_skipped(flow: Flow) -> None:
     one_update(flow, skipped=True)
     state = flow.state()

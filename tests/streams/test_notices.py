@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from vla_stream.broker.connection import Client
+from vla_stream.broker.queue import Entry
 from vla_stream.streams.keys import Keys
-from vla_stream.streams.notices import DEAD_LETTER_BYTES, dead_letter, say
+from vla_stream.streams.notices import DEAD_LETTER_BYTES, dead_letter, sample, say
 
 
 def only_entry(client: Client, key: str) -> dict[bytes, bytes]:
@@ -28,10 +29,23 @@ def test_an_event_of_any_length_is_kept_short(client: Client, run_name: str) -> 
     assert len(only_entry(client, keys.events)[b"text"]) == 2000
 
 
+def test_a_sample_holds_the_numbers_of_a_meter_as_short_texts(client: Client, run_name: str) -> None:
+    keys = Keys(run_name)
+    sample(client, keys, "generator-0", "generator", "second", {"rows": 12, "fill": 1 / 3, "seconds": 1.0})
+    assert only_entry(client, keys.metrics) == {
+        b"worker": b"generator-0",
+        b"role": b"generator",
+        b"kind": b"second",
+        b"rows": b"12",
+        b"fill": b"0.33333333",
+        b"seconds": b"1",
+    }
+
+
 def test_a_dead_letter_keeps_the_entry_its_reason_and_its_deliveries(client: Client, run_name: str) -> None:
     keys = Keys(run_name)
     raw = {b"id": b"x", b"data": b"\x00\xff"}
-    dead_letter(client, keys, "generator-0", keys.obs_requests, "1-0", raw, "wrong schema", 4)
+    dead_letter(client, keys, "generator-0", keys.obs_requests, Entry("1-0", raw, deliveries=4), "wrong schema")
     assert only_entry(client, keys.dead_letters) == {
         b"raw.id": b"x",
         b"raw.data": b"\x00\xff",
@@ -54,7 +68,7 @@ def test_f16_a_huge_or_strange_entry_is_kept_in_part_and_never_fails(client: Cli
             {},
         ]
     ):
-        dead_letter(client, keys, "w", "s", "1-0", raw, "r" * 10**5, 1)
+        dead_letter(client, keys, "w", "s", Entry("1-0", raw), "r" * 10**5)
         _, fields = client.xrevrange(keys.dead_letters, count=1)[0]
         assert client.xlen(keys.dead_letters) == number + 1
         assert sum(len(value) for name, value in fields.items() if name.startswith(b"raw.")) <= DEAD_LETTER_BYTES

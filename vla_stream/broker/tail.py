@@ -17,8 +17,8 @@ class Tail:
         self._last = start if start != "$" else self._newest_id()
 
     def read(self, count: int, block_ms: int | None = None) -> list[Entry]:
-        """Up to `count` entries after the last one read. block_ms None: do not wait."""
-        reply: Any = self.client.xread({self.stream: self._last}, count=count, block=block_ms)
+        """Up to `count` entries after the last one read. block_ms None or 0: do not wait."""
+        reply: Any = self.client.xread({self.stream: self._last}, count=count, block=block_ms or None)
         entries = to_entries(reply)
         if entries:
             self._last = entries[-1].id

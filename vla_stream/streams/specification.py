@@ -35,5 +35,5 @@ def specification_from_json(text: str) -> Specification:
             float(plain["action_low"]),
             float(plain["action_high"]),
         )
-    except (ValueError, TypeError, KeyError, AttributeError) as exc:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as exc:
         raise BadMessage(f"specification {text[:200]!r} does not decode") from exc
