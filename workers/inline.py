@@ -31,7 +31,7 @@ def run(config: Config, url: str, tell: Callable[[str], None] = print) -> None:
         specification = simulator.batches[0].host.specification
         trainer_worker, generator_worker = worker("trainer"), worker("generator")
         learner = make_learner(config, specification, torch_device(config.trainer.device), tell)
-        trainer = Trainer(trainer_worker, config, learner)
+        trainer = Trainer(trainer_worker, config, specification, learner)
         trainer.start()
         device = torch_device(config.generators.device)
         policy = make_policy(config, specification, device)

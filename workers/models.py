@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -14,7 +15,7 @@ from torch import Tensor
 from vla_stream import plugins
 from vla_stream.broker.connection import Client
 from vla_stream.broker.queue import Entry
-from vla_stream.broker.tail import Tail
+from vla_stream.broker.tail import Tail, newest_entries
 from vla_stream.config import Config
 from vla_stream.environments.protocol import Specification
 from vla_stream.errors import BadMessage
@@ -100,6 +101,14 @@ def keep_chunks(
             assert previous is not None
             pipe.pexpire(keys.weight_chunk(previous.version, previous.epoch, index), int(keep_s * 1000))
         pipe.execute()
+
+
+def newest_manifest(client: Client, keys: Keys) -> WeightsManifest | None:
+    """Of the weights that an earlier trainer left, if any: their chunks must not stay for ever."""
+    for entry in newest_entries(client, keys.weights, 1):
+        with contextlib.suppress(BadMessage):
+            return WeightsManifest.from_fields(entry.fields)
+    return None
 
 
 def to_bytes(state: Mapping[str, Tensor]) -> bytes:

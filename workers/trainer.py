@@ -7,6 +7,7 @@ trainer, whose epoch fences this one off.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from vla_stream.broker.connection import UNREACHABLE
 from vla_stream.broker.lanes import PayloadReader, shm_folder
 from vla_stream.broker.queue import Entry, WorkQueue
 from vla_stream.config import Config
@@ -30,7 +32,15 @@ from vla_stream.streams import presence
 from vla_stream.streams.keys import TRAINERS
 from vla_stream.streams.trajectories import Trajectory, parse_member
 from vla_stream.streams.weights import WeightsManifest
-from workers.models import await_specification, keep_chunks, make_policy, publish_chunks, to_bytes, torch_device
+from workers.models import (
+    await_specification,
+    keep_chunks,
+    make_policy,
+    newest_manifest,
+    publish_chunks,
+    to_bytes,
+    torch_device,
+)
 from workers.outcomes import EpisodeOutcomes
 from workers.worker import BLOCK_S, Worker, run_process
 
@@ -58,8 +68,8 @@ class _Held:
 class Trainer:
     """One trainer rank."""
 
-    def __init__(self, worker: Worker, config: Config, learner: Learner) -> None:
-        self.worker, self.config, self.learner = worker, config, learner
+    def __init__(self, worker: Worker, config: Config, specification: Specification, learner: Learner) -> None:
+        self.worker, self.config, self.specification, self.learner = worker, config, specification, learner
         self.client, self.flow, self.meter = worker.client, worker.flow, worker.meter
         self.queue = WorkQueue(
             self.client, self.flow.scripts, worker.keys.trajectories, TRAINERS, worker.id, config.flow.lease_s
@@ -95,16 +105,17 @@ class Trainer:
         if state is None:
             raise InputError(f"run {self.worker.keys.run}: not on this server; start it with `vla-stream run`")
         self.version, self.epoch = state.version + 1, state.epoch + 1
+        previous = newest_manifest(self.client, self.worker.keys)
         manifest, chunks = self._describe_weights()
         publish_chunks(self.client, self.worker.keys, manifest, chunks, UNCOMMITTED_CHUNKS_S)
         self.flow.resume(state.epoch, self.update, self.version, trained, skipped, manifest.to_fields())
-        keep_chunks(self.client, self.worker.keys, manifest, None, OLD_CHUNKS_S)
+        keep_chunks(self.client, self.worker.keys, manifest, previous, OLD_CHUNKS_S)
         self._manifest = manifest
         books = self.flow.books()
         self._trained, self._skipped = books.outcomes["trained"], books.outcomes["skipped"]
         if found is None or (self._trained, self._skipped) != (trained, skipped):
             self._save_checkpoint()
-        elif state.update > self.update:
+        if state.update > self.update:
             self.worker.say(
                 "rolled back", f"{state.update - self.update} updates after checkpoint {self.update} are repeated"
             )
@@ -155,6 +166,7 @@ class Trainer:
                 self._refuse(entry, trajectory, f"staleness {staleness} is above flow.stale_limit")
                 return
             segment = trajectory.load(self.reader.read)
+            self._check_shapes(segment)
         except PayloadUnreachable as exc:
             self._refuse(entry, trajectory, str(exc))
             return
@@ -166,6 +178,20 @@ class Trainer:
             prepared = self.learner.prepare(segment)
         self._held[trajectory.member] = _Held(entry, trajectory, segment, prepared)
         self.meter.count("segments")
+
+    def _check_shapes(self, segment: Segment) -> None:
+        """A segment of another action shape or other observations must not end the trainer (F45). Raises BadMessage."""
+        got = segment.actions.shape[2:]
+        expected = (self.config.policy.chunk, self.specification.action_dims)
+        if got != expected:
+            raise BadMessage(f"segment {segment.ticket}: actions are [H, A] = {list(got)}, expected {list(expected)}")
+        first = segment.observations[0]
+        cameras = {camera: image.shape[1:3] for camera, image in first.images.items()}
+        if cameras != dict(self.specification.cameras) or first.state.shape[1] != self.specification.state_dims:
+            raise BadMessage(
+                f"segment {segment.ticket}: it shows cameras {cameras} and {first.state.shape[1]} state dims, "
+                f"expected {dict(self.specification.cameras)} and {self.specification.state_dims}"
+            )
 
     def _choose(self) -> list[_Held]:
         """The B segments of the next update, or none while they are not all here."""
@@ -227,7 +253,7 @@ class Trainer:
             **self.outcomes.summary(self.version),
             **result.metrics,
         }
-        self.worker.emit("update", sample)
+        self.worker.patiently(lambda: self.worker.emit("update", sample))
         if self.done or self.update % self.config.trainer.checkpoint_every == 0:
             self._save_checkpoint()
         self._waiting_since_s = self._last_data_s = time.monotonic()
@@ -264,10 +290,13 @@ class Trainer:
         self._manifest = manifest
         for held in chosen:
             del self._held[held.trajectory.member]
-            self._remove_payloads(held.trajectory)
         self._trained += 0 if skipped else len(chosen)
         self._skipped += len(chosen) if skipped else 0
         self.worker.version, self.worker.progress = self.version, self.update
+        # The update stands: from here on nothing may raise, else its segments or its checkpoint would be lost.
+        for held in chosen:
+            with contextlib.suppress(*UNREACHABLE):
+                self._remove_payloads(held.trajectory)
 
     def _describe_weights(self) -> tuple[WeightsManifest, list[bytes]]:
         return WeightsManifest.describe(
@@ -342,7 +371,7 @@ def serve(worker: Worker, config: Config) -> None:
     worker.device, worker.state = str(device), "warm start"
     worker.patiently(worker.beat)
     learner = make_learner(config, specification, device, lambda text: worker.say("warm start", text))
-    trainer = Trainer(worker, config, learner)
+    trainer = Trainer(worker, config, specification, learner)
     worker.patiently(trainer.start)
     worker.state = "running"
     while not trainer.done and not worker.draining:

@@ -1,0 +1,426 @@
+"""The trainer, step by step, with segments that the test publishes."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fakes import Line
+from live_run import Run
+
+from vla_stream.broker.connection import UNREACHABLE
+from vla_stream.broker.lanes import ShmLane, segment_name
+from vla_stream.broker.scripts import Script
+from vla_stream.config import Config
+from vla_stream.environments.protocol import Observations
+from vla_stream.errors import Expired, RunFailed
+from vla_stream.flow import Permit
+from vla_stream.learning import checkpoint
+from vla_stream.learning.segments import Segment
+from vla_stream.policies.protocol import Policy
+from vla_stream.streams.observations import pack_observations
+from vla_stream.streams.trajectories import Episode, Trajectory
+from vla_stream.streams.weights import WeightsManifest
+from workers import trainer as trainer_module
+from workers.models import make_policy
+from workers.trainer import Trainer, make_learner
+
+T, K, H, A = 3, 2, 2, 2
+CPU = torch.device("cpu")
+SPECIFICATION = Line(1, 1, Line.Options()).specification
+
+
+def observe(seed: int) -> Observations:
+    return Line(K, 12, Line.Options()).reset(np.ones(K, dtype=bool), np.arange(K, dtype=np.uint64) + seed)
+
+
+class Bench:
+    """A run whose simulators and generators are the test."""
+
+    def __init__(self, run: Run, config: Config) -> None:
+        self.run, self.config, self.client = run, config, run.client
+        self.policy: Policy = make_policy(config, SPECIFICATION, CPU)
+        self.lane = ShmLane(run.shm)
+
+    def trainer(self) -> Trainer:
+        """A trainer that has started; one more takes over, as a restarted process does."""
+        for worker in self.run.workers:
+            worker.release()
+        learner = make_learner(self.config, SPECIFICATION, CPU, print)
+        made = Trainer(self.run.worker("trainer"), self.config, SPECIFICATION, learner)
+        made.start()
+        return made
+
+    def permits(self, count: int) -> list[Permit]:
+        granted = self.run.flow.grant(count, 30.0)
+        assert not isinstance(granted, str) and len(granted) == count, granted
+        return granted
+
+    def publish(
+        self, permit: Permit, version: int = 1, *, actions: tuple[int, int] = (H, A), shm: bool = False
+    ) -> None:
+        """A segment that the first weights made."""
+        observations = [observe(100 * permit.ticket + step) for step in range(T + 1)]
+        keys = np.arange(K, dtype=np.uint64)
+        acts = [self.policy.act(seen, keys + np.uint64(10 * t)) for t, seen in enumerate(observations[:T])]
+        shape = (T, K, *actions)
+        segment = Segment(
+            ticket=permit.ticket,
+            observations=(),
+            final=None,
+            final_index=np.zeros((0, 2), dtype=np.int64),
+            actions=np.resize(np.stack([act.actions for act in acts]), shape),
+            logprobs=np.resize(np.stack([act.logprobs for act in acts]), shape),
+            executed=np.ones((T, K, actions[0]), dtype=bool),
+            valid=np.ones((T, K), dtype=bool),
+            rewards=np.random.default_rng(permit.ticket).standard_normal((T, K)).astype(np.float32),
+            terminated=np.zeros((T, K), dtype=bool),
+            truncated=np.zeros((T, K), dtype=bool),
+            success=np.zeros((T, K), dtype=bool),
+            versions=np.full(T, version),
+        )
+        payloads: list[bytes | str] = [pack_observations(seen) for seen in observations]
+        if shm:
+            name = segment_name(permit.ticket, permit.attempt)
+            payloads = [self.lane.write(name, i, data) for i, data in enumerate(payloads) if isinstance(data, bytes)]
+            self.lane.release(name)
+        identity = f"simulator-0/9f2c11ab/0.0/{permit.member}"
+        episodes = (Episode(version, True, 1.0, 5),)
+        trajectory = Trajectory(identity, permit.attempt, segment, tuple(payloads), None, episodes)
+        assert self.run.flow.publish(permit.member, trajectory.to_fields()) == "added"
+
+    def feed(self, count: int = 2, version: int = 1, **options: Any) -> list[Permit]:
+        permits = self.permits(count)
+        for permit in permits:
+            self.publish(permit, version, **options)
+        return permits
+
+    def waiting(self) -> int:
+        return int(self.client.xlen(self.run.keys.trajectories))
+
+    def weights(self) -> WeightsManifest:
+        entries: Any = self.client.xrevrange(self.run.keys.weights, count=1)
+        return WeightsManifest.from_fields(entries[0][1])
+
+    def samples(self) -> list[dict[str, float]]:
+        """What the trainer told about its updates."""
+        entries: Any = self.client.xrange(self.run.keys.metrics)
+        return [
+            {name.decode(): float(value) for name, value in fields.items() if name not in (b"worker", b"role", b"kind")}
+            for _, fields in entries
+            if fields[b"kind"] == b"update"
+        ]
+
+    def checkpoints(self) -> list[str]:
+        return sorted(path.name for path in (self.config.run_dir / "checkpoints").iterdir())
+
+
+Make = Callable[..., Bench]
+
+
+@pytest.fixture
+def make(run: Run) -> Make:
+    return lambda **changes: Bench(run, run.start(**changes))
+
+
+def test_a_trainer_starts_with_weights_as_version_1_and_a_first_checkpoint(make: Make, run: Run) -> None:
+    bench = make()
+    assert run.flow.grant(1, 1.0) == "no weights"
+    trainer = bench.trainer()
+    state = run.flow.state()
+    assert state is not None and (state.update, state.version, state.epoch) == (0, 1, 1)
+    manifest = bench.weights()
+    assert (manifest.version, manifest.update, manifest.epoch) == (1, 0, 1)
+    assert run.client.pttl(run.keys.weight_chunk(1, 1, 0)) == -1, "committed weights do not expire"
+    assert bench.checkpoints() == ["000000"] and not trainer.done
+
+
+def test_an_update_commits_publishes_weights_and_removes_its_segments_and_their_files(make: Make, run: Run) -> None:
+    bench = make()
+    trainer = bench.trainer()
+    first = bench.weights()
+    assert not trainer.step(None)
+    bench.feed(1, shm=True)
+    assert not trainer.step(None), "one of two segments is not enough"
+    bench.feed(2, shm=True)
+    assert len(list(run.shm.iterdir())) == 3
+    assert trainer.step(None)
+    manifest = bench.weights()
+    assert (manifest.version, manifest.update, manifest.epoch) == (2, 1, 1) and manifest.digest != first.digest
+    assert 0 < run.client.pttl(run.keys.weight_chunk(1, 1, 0)) <= 60_000, "generators may still be reading it"
+    assert bench.waiting() == 1 and [path.name.partition("-")[0] for path in run.shm.iterdir()] == ["3.1"]
+    books = run.flow.books()
+    assert books.outcomes["trained"] == 2 and books.in_flight == 1 and books.balance == 0
+    (sample,) = bench.samples()
+    assert (sample["update"], sample["version"], sample["trained_env_steps"]) == (1, 2, 2 * T * K * H)
+    assert sample["staleness"] == sample["staleness_max"] == sample["above_eta"] == sample["skipped"] == 0
+    assert sample["first_behaviour_ratio_error"] < 1e-5
+
+
+def test_the_last_update_leaves_a_checkpoint_and_the_trainer_is_done(make: Make) -> None:
+    bench = make(updates=2, trainer__checkpoint_every=100)
+    trainer = bench.trainer()
+    for version in (1, 2):
+        bench.feed(version=version)
+        assert trainer.step(None)
+    assert trainer.done and not trainer.step(None)
+    assert bench.checkpoints() == ["000000", "000002"]
+
+
+def test_segments_above_the_stale_limit_are_refused_and_their_tickets_given_out_again(make: Make, run: Run) -> None:
+    bench = make(flow__stale_limit=1, flow__max_staleness=1, updates=10)
+    trainer = bench.trainer()
+    for _ in range(2):
+        bench.feed()
+        assert trainer.step(None)
+    assert bench.samples()[-1]["staleness"] == 1 and trainer.version == 3
+    (permit, _) = bench.feed(shm=True)
+    assert not trainer.step(None)
+    assert run.flow.books().outcomes["refused"] == 2 and run.flow.books().balance == 0
+    assert bench.waiting() == 0 and list(run.shm.iterdir()) == []
+    assert f"segment {permit.member}: staleness 2 is above flow.stale_limit" in str(run.events())
+    assert bench.permits(1) == [Permit(permit.ticket, 2, 2)]
+
+
+def test_stragglers_above_eta_are_trained_and_counted(make: Make) -> None:
+    bench = make(flow__max_staleness=0, flow__stale_limit=2)
+    trainer = bench.trainer()
+    bench.feed()
+    assert trainer.step(None)
+    bench.feed()
+    assert trainer.step(None)
+    assert bench.samples()[-1]["above_eta"] == 1.0
+
+
+def test_f27_poison_is_a_dead_letter_and_the_update_goes_on_without_it(make: Make, run: Run) -> None:
+    bench = make()
+    trainer = bench.trainer()
+    run.client.xadd(run.keys.trajectories, {"what": "is this"})
+    run.client.xadd(run.keys.trajectories, {"ticket": "\u00b2.1", "data": "x"})
+    (damaged,) = bench.permits(1)
+    run.flow.publish(damaged.member, {b"ticket": damaged.member.encode(), b"data": b"x"})
+    bench.feed(2)
+    while bench.waiting() > 0:
+        trainer.step(None)
+    assert trainer.update == 1
+    books = run.flow.books()
+    assert books.outcomes["poisoned"] == 1 and books.outcomes["trained"] == 2 and books.balance == 0
+    assert run.client.xlen(run.keys.dead_letters) == 3
+    assert bench.permits(1)[0].member == f"{damaged.ticket}.2"
+
+
+@pytest.mark.parametrize("actions", [(H + 1, A), (H, A + 1)])
+def test_f45_a_segment_of_another_action_shape_is_poison_not_the_trainers_end(
+    make: Make, run: Run, actions: tuple[int, int]
+) -> None:
+    bench = make()
+    trainer = bench.trainer()
+    bench.feed(1, actions=actions)
+    bench.feed(1)
+    assert not trainer.step(None)
+    assert run.flow.books().outcomes["poisoned"] == 1 and run.flow.books().balance == 0
+
+
+def test_f28_a_segment_whose_bytes_are_gone_is_refused(make: Make, run: Run) -> None:
+    bench = make()
+    trainer = bench.trainer()
+    bench.feed(2, shm=True)
+    for path in run.shm.iterdir():
+        path.unlink()
+    assert not trainer.step(None)
+    assert run.flow.books().outcomes["refused"] == 2 and bench.waiting() == 0
+
+
+def test_a_restarted_trainer_resumes_from_its_checkpoint_and_rolls_the_rest_back(make: Make, run: Run) -> None:
+    bench = make(updates=10, trainer__checkpoint_every=2)
+    trainer = bench.trainer()
+    for _ in range(3):
+        bench.feed(version=trainer.version)
+        assert trainer.step(None)
+    bench.feed(version=trainer.version)
+    trainer._collect(None)
+    assert len(trainer._held) == 2, "taken, then the process dies"
+    saved = checkpoint.load(bench.config.run_dir / "checkpoints" / "000002")
+
+    again = bench.trainer()
+    assert (again.update, again.version, again.epoch) == (2, 5, 2)
+    state = run.flow.state()
+    assert state is not None and (state.update, state.version, state.first_version, state.epoch) == (2, 5, 5, 2)
+    policy = again.learner.state().policy
+    assert all(torch.equal(policy[name], saved.policy[name]) for name in saved.policy)
+    books = run.flow.books()
+    assert books.outcomes["trained"] == 4 and books.outcomes["rolled_back"] == 2 and books.balance == 0
+    assert ("rolled back", "1 updates after checkpoint 2 are repeated") in run.events()
+    assert 0 < run.client.pttl(run.keys.weight_chunk(4, 1, 0)) <= 60_000, "the old lineage's weights may go"
+    # What the dead one had taken is trained by its successor.
+    assert again.step(None) and again.update == 3
+    assert run.flow.books().in_flight == 0 and run.flow.books().balance == 0
+
+
+def test_f54_a_zombie_trainer_is_fenced_off_and_changes_nothing(make: Make, run: Run) -> None:
+    bench = make()
+    zombie = bench.trainer()
+    bench.feed()
+    bench.trainer()
+    digest = bench.weights().digest
+    with pytest.raises(Expired, match="was replaced by a newer one; its update 1 is void"):
+        for _ in range(3):
+            zombie.step(None)
+    state = run.flow.state()
+    assert state is not None and (state.update, state.version, state.epoch) == (0, 2, 2)
+    assert bench.weights().digest == digest and run.flow.books().outcomes["trained"] == 0
+    assert run.flow.books().in_flight == 2
+
+
+def test_in_ticket_order_the_lowest_tickets_are_trained_and_a_missing_one_is_waited_for(make: Make, run: Run) -> None:
+    bench = make(flow__order="ticket")
+    trainer = bench.trainer()
+    first, second, third, fourth = bench.permits(4)
+    bench.publish(third)
+    bench.publish(second)
+    for _ in range(3):
+        assert not trainer.step(None)
+    bench.publish(fourth)
+    assert not trainer.step(None)
+    bench.publish(first)
+    assert trainer.step(None)
+    assert run.flow.live_members() == {third.member, fourth.member}
+    assert trainer.step(None) and trainer.update == 2
+    assert [sample["staleness"] for sample in bench.samples()] == [0, 1]
+
+
+def test_in_ticket_order_a_ticket_that_was_refunded_is_waited_for_too(make: Make, run: Run) -> None:
+    bench = make(flow__order="ticket")
+    trainer = bench.trainer()
+    first, second, third = bench.permits(3)
+    bench.publish(second)
+    bench.publish(third)
+    run.flow.abort([first.member])
+    assert not trainer.step(None)
+    (again,) = bench.permits(1)
+    assert again.member == "1.2"
+    bench.publish(again)
+    assert trainer.step(None)
+    assert run.flow.live_members() == {third.member}
+
+
+def test_f46_a_skipped_update_still_publishes_a_version_and_after_some_in_a_row_the_run_fails(
+    make: Make, run: Run
+) -> None:
+    bench = make(
+        updates=10,
+        policy={"name": "fake_policies:Linear", "chunk": H, "options": {"loss": "nan"}},
+        trainer__max_skipped_in_a_row=2,
+    )
+    trainer = bench.trainer()
+    before = bench.weights()
+    members = ", ".join(permit.member for permit in bench.feed())
+    assert trainer.step(None)
+    after = bench.weights()
+    assert (after.version, after.update, after.digest) == (2, 1, before.digest)
+    assert run.flow.books().outcomes["skipped"] == 2 and run.flow.books().balance == 0
+    assert bench.samples()[0]["skipped"] == 1.0
+    (sentence,) = [text for kind, text in run.events() if kind == "skipped"]
+    assert "nan" in sentence and sentence.endswith(f"segments {members}")
+    bench.feed()
+    with pytest.raises(RunFailed, match=r"2 updates in a row were skipped.*checkpoint 0 is the last good one"):
+        trainer.step(None)
+
+
+def test_f47_a_checkpoint_that_cannot_be_written_does_not_end_the_run(
+    make: Make, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make(trainer__checkpoint_every=1)
+    trainer = bench.trainer()
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save", full)
+    bench.feed()
+    assert trainer.step(None) and trainer.update == 1
+    assert bench.checkpoints() == ["000000"]
+    assert next(text for kind, text in run.events() if kind == "checkpoint").endswith(
+        "not written (No space left on device); the run goes on without"
+    )
+    monkeypatch.undo()
+    bench.feed()
+    assert trainer.step(None) and bench.checkpoints() == ["000000", "000002"]
+
+
+def test_a_lost_reply_to_the_commit_neither_repeats_nor_loses_the_update(
+    make: Make, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make()
+    trainer = bench.trainer()
+    real, left = trainer.flow.scripts.call, [1]
+
+    def call(script: Script, *arguments: Any) -> Any:
+        answer = real(script, *arguments)
+        if script.name == "commit" and left[0]:
+            left[0] -= 1
+            raise UNREACHABLE[0]("injected")
+        return answer
+
+    monkeypatch.setattr(trainer.flow.scripts, "call", call)
+    bench.feed()
+    assert trainer.step(None) and left == [0]
+    assert (trainer.update, trainer.version) == (1, 2) and run.client.xlen(run.keys.weights) == 2
+    assert run.flow.books().outcomes["trained"] == 2 and run.flow.books().balance == 0
+
+
+def test_a_broken_connection_after_the_commit_trains_no_segment_twice(
+    make: Make, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make(trainer__checkpoint_every=1)
+    trainer = bench.trainer()
+
+    def broken(_: str) -> None:
+        raise UNREACHABLE[0]("injected")
+
+    monkeypatch.setattr(trainer.reader, "remove", broken)
+    bench.feed(shm=True)
+    assert trainer.step(None)
+    assert bench.checkpoints() == ["000000", "000001"] and len(bench.samples()) == 1
+    assert not trainer.step(None) and trainer.update == 1
+
+
+def test_f03_entries_of_a_lost_reply_are_found_after_a_reconnect(make: Make, run: Run) -> None:
+    bench = make()
+    trainer = bench.trainer()
+    bench.feed()
+    # Delivered, and the reply never arrived.
+    run.client.xreadgroup("trainers", "trainer-0", {run.keys.trajectories: ">"})
+    assert not trainer.step(None)
+    trainer.recover()
+    trainer.recover()
+    assert trainer.step(None) and trainer.update == 1
+
+
+def test_f43_a_trainer_without_data_names_the_role_that_is_missing(
+    make: Make, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make()
+    trainer = bench.trainer()
+    run.worker("simulator")
+    monkeypatch.setattr(trainer_module, "SAY_WAITING_S", 0.0)
+    trainer.step(None)
+    assert run.events()[-1] == ("waiting", "trainer has no data for 0 s: no generator is alive")
+
+
+def test_two_trainers_that_see_the_same_segments_end_with_the_same_weights(make: Make, run: Run) -> None:
+    bench = make(trainer__epochs=2, trainer__minibatch_samples=4)
+    digests = []
+    for order in (1, -1):
+        trainer = bench.trainer()
+        for permit in bench.permits(2)[::order]:
+            bench.publish(Permit(permit.ticket, permit.attempt, 0), version=trainer.version)
+        assert trainer.step(None)
+        digests.append(bench.weights().digest)
+        # The second life starts from checkpoint 0 again; the same tickets are given out.
+        run.client.hset(run.keys.flow, "next_ticket", 0)
+    assert digests[0] == digests[1]
