@@ -5,8 +5,10 @@ The example throughout is B = 4 segments per update.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +23,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from vla_stream.broker.connection import Client
+from vla_stream.broker.connection import OUT_OF_MEMORY, Client, connect
 from vla_stream.broker.scripts import MAX_ATTEMPTS
+from vla_stream.broker.server import EmbeddedServer
 from vla_stream.config import validate
 from vla_stream.environments.protocol import Specification
 from vla_stream.errors import BadMessage, Expired, InputError
@@ -563,6 +566,33 @@ def test_in_order_a_number_given_up_is_no_longer_waited_for(flow: Flow) -> None:
         if attempt < MAX_ATTEMPTS:
             assert grant(flow, 1)[0].member == f"1.{attempt + 1}"
     assert flow.ready_in_order(B) == ["2.1", "3.1", "4.1", "5.1"]
+
+
+# ---- a full server
+
+
+def test_f23_on_a_full_server_every_call_happens_whole_or_not_at_all_and_what_frees_memory_works(
+    tmp_path: Path,
+) -> None:
+    with EmbeddedServer.start(tmp_path) as server, contextlib.closing(connect(server.url, name="test")) as client:
+        flow = make_flow(client, "full", eta=1)
+        permits = grant(flow, 2 * B)
+        client.config_set("maxmemory", 1)
+        consumed = publish(flow, permits[: B + 1])
+        assert flow.abort([permits[B + 1].member]) == 1
+        assert flow.refuse(consumed[B], "refused")
+        assert commit(flow, consumed[:B]) == "committed"
+        before = (flow.state(), flow.books())
+        for refused in (
+            lambda: commit(flow, []),
+            lambda: flow.resume(1, 0, 3, 0, 0, WEIGHTS),
+            lambda: flow.set_desired("paused", "a person"),
+        ):
+            with pytest.raises(OUT_OF_MEMORY):
+                refused()
+        assert (flow.state(), flow.books()) == before and flow.books().balance == 0
+        client.config_set("maxmemory", 0)
+        assert len(grant(flow, B)) == B and flow.books().balance == 0
 
 
 # ---- the books, whatever happens
