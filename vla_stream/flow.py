@@ -25,6 +25,7 @@ from vla_stream.streams.weights import ENTRIES_KEPT
 Desired = Literal["running", "paused", "draining", "stopped"]
 DESIRED: tuple[Desired, ...] = ("running", "paused", "draining", "stopped")
 CONTROL_KEPT = 1000
+TICKETS_JUMPED = 100_000
 # What can become of a segment that was started; together with those in flight they balance `started`.
 OUTCOMES = ("trained", "skipped", "aborted", "expired", "refused", "poisoned", "rolled_back", "lost_with_server")
 
@@ -86,9 +87,13 @@ class Flow:
 
     # ---- the run
 
-    def create(self, config: Config) -> bool:
-        """Start the run's flow; False when a run of this name exists on this server."""
-        state = {
+    def create(self, config: Config, last: FlowState | None = None) -> bool:
+        """Start the run's flow; False when a run of this name exists on this server.
+
+        last: what was seen before the server lost it. Versions and tickets go on from there, since generators still
+        hold the old weights and simulators the old tickets; tickets granted after that look are jumped over.
+        """
+        state: dict[str, str | int] = {
             "desired": "running",
             "segments_per_update": config.trainer.segments_per_update,
             "max_staleness": config.flow.max_staleness,
@@ -101,6 +106,9 @@ class Flow:
             "target_updates": config.updates,
             "generation": secrets.token_hex(8),
         }
+        if last is not None:
+            state |= {name: getattr(last, name) for name in ("desired", "update", "version", "first_version", "epoch")}
+            state["next_ticket"] = last.next_ticket + TICKETS_JUMPED
         flat = [item for pair in state.items() for item in pair]
         keys = [self.keys.flow, self.keys.config]
         return bool(self._call(scripts.CREATE_RUN, keys, [config.model_dump_json(), *flat]))

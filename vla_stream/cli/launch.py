@@ -22,6 +22,7 @@ from vla_stream.cli.progress import Progress
 from vla_stream.cli.samples import METRICS_FILE, MetricsFile
 from vla_stream.cli.signals import Signals
 from vla_stream.config import Config
+from vla_stream.environments.protocol import Specification
 from vla_stream.errors import InputError, RunFailed
 from vla_stream.flow import Flow, FlowState
 from vla_stream.streams import presence
@@ -81,6 +82,8 @@ class Launch:
         self._told: deque[str] = deque(maxlen=200)
         self._event_times: dict[str, float] = {}
         self._next_beat_s = 0.0
+        self._last: FlowState | None = None
+        self._specification: Specification | None = None
         self._claimed = False
         self._started_ms = int(time.time() * 1000)
 
@@ -174,15 +177,20 @@ class Launch:
         with contextlib.suppress(*UNREACHABLE, OUT_OF_MEMORY):
             state = self.flow.state()
             if state is None:
-                # Restarted or flushed: what it held is lost, checkpoints are not.
-                self.display.tell(
-                    "the server lost the run's state; it is made anew, the trainer goes on from its checkpoint"
-                )
-                self.flow.create(self.config)
-                state = self.flow.state()
+                state = self._create_anew()
+            self._last = state or self._last
             self._read(state)
         self.display.show(self.progress)
         return state
+
+    def _create_anew(self) -> FlowState | None:
+        """The server was restarted or flushed: the segments it held are lost, workers and checkpoints are not."""
+        self.display.tell("the server lost the run's state (a restart or a flush); it goes on from what was seen last")
+        self.flow.create(self.config, self._last)
+        if self._specification is not None:
+            self.flow.announce(self._specification)
+        self._claim()
+        return self.flow.state()
 
     def read_metrics(self) -> None:
         """What workers wrote since the last look, also after their end."""
@@ -236,6 +244,7 @@ class Launch:
             return
         self._next_beat_s = now_s + BEAT_S
         self._claim()
+        self._specification = self._specification or self.flow.specification()
         self.progress.add(self._metrics.read())
         if state is not None:
             self.progress.update = state.update

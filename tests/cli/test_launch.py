@@ -1,0 +1,145 @@
+"""The launcher's side of the server: whose run it is, what a dead one left, a server that forgets, a clean end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from vla_stream.broker.connection import Client
+from vla_stream.broker.lanes import shm_folder
+from vla_stream.cli.display import PlainDisplay
+from vla_stream.cli.launch import Launch
+from vla_stream.cli.signals import Signals
+from vla_stream.config import Config, validate
+from vla_stream.environments.protocol import Specification
+from vla_stream.errors import InputError
+from vla_stream.flow import Flow
+from vla_stream.streams import presence
+from vla_stream.streams.keys import Keys
+from vla_stream.streams.notices import sample, say
+
+
+@pytest.fixture
+def config(tmp_path: Path, run_name: str) -> Config:
+    return validate(
+        {
+            "name": run_name,
+            "runs_dir": str(tmp_path),
+            "environment": {"name": "tabletop", "max_steps": 8},
+            "policy": {"name": "tiny", "chunk": 4},
+            "trainer": {"segments_per_update": 4},
+        }
+    )
+
+
+@pytest.fixture
+def keys(run_name: str) -> Keys:
+    return Keys(run_name)
+
+
+@pytest.fixture
+def signals() -> Signals:
+    """Not installed: pytest keeps its own."""
+    return Signals()
+
+
+def make(config: Config, url: str, signals: Signals, *, resume: bool = False) -> Launch:
+    config.run_dir.mkdir(exist_ok=True)
+    return Launch(config, config.run_dir, url, None, signals, PlainDisplay(), resume=resume)
+
+
+def all_keys(client: Client, keys: Keys) -> set[object]:
+    return set(client.scan_iter(match=keys.everything_pattern))
+
+
+def attach(client: Client, keys: Keys, worker: str, role: str) -> None:
+    """As a worker of another host would stand there."""
+    client.hset(keys.worker(worker), mapping={"role": role, "host": "elsewhere", "pid": 7})
+
+
+def test_f50_a_run_with_a_live_launcher_is_refused_and_other_names_do_not_meet(
+    config: Config, redis_url: str, signals: Signals
+) -> None:
+    with make(config, redis_url, signals):
+        for resume in (False, True):
+            with pytest.raises(InputError, match=r"already runs on this server .*; give another --run NAME"):
+                make(config, redis_url, signals, resume=resume).__enter__()
+        other = validate(config.model_dump(mode="json") | {"name": f"{config.name}-b"})
+        with make(other, redis_url, signals):
+            pass
+
+
+def test_what_a_dead_run_left_on_the_server_is_cleared_away(
+    config: Config, redis_url: str, signals: Signals, client: Client, keys: Keys
+) -> None:
+    flow = Flow(client, keys)
+    assert flow.create(config)
+    flow.set_desired("stopped", by="a run that died")
+    say(client, keys, "simulator-0", "lost", "an old event")
+    with make(config, redis_url, signals):
+        state = flow.state()
+        assert state is not None and state.desired == "running"
+        assert not client.exists(keys.events)
+
+
+def test_attached_workers_that_outlived_their_launcher_are_taken_over_on_resume_only(
+    config: Config, redis_url: str, signals: Signals, client: Client, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vla_stream.cli.launch.OTHERS_LEAVE_S", 0.1)
+    flow = Flow(client, keys)
+    assert flow.create(config)
+    before = flow.state()
+    flow.set_desired("paused", by="Ctrl-C")
+    attach(client, keys, "simulator-7", "simulator")
+    with pytest.raises(InputError, match="1 live workers, for example simulator-7 on elsewhere"):
+        make(config, redis_url, signals).__enter__()
+    with make(config, redis_url, signals, resume=True):
+        assert flow.state() == before
+        assert {item.id for item in presence.alive(client, keys)} == {"launcher", "simulator-7"}
+
+
+def test_a_server_that_forgot_the_run_gets_it_back_as_it_was_seen_last(
+    config: Config, redis_url: str, signals: Signals, client: Client, keys: Keys
+) -> None:
+    flow = Flow(client, keys)
+    specification = Specification({"front": (48, 48)}, 8, 3)
+    with make(config, redis_url, signals) as launch:
+        flow.announce(specification)
+        client.hset(keys.flow, mapping={"update": 12, "version": 14, "first_version": 3, "epoch": 2, "next_ticket": 70})
+        launch.beat()
+        client.delete(*all_keys(client, keys))  # type: ignore[arg-type]
+        state = launch.beat()
+        assert state is not None and state == flow.state()
+        assert (state.update, state.version, state.first_version, state.epoch) == (12, 14, 3, 2)
+        assert state.next_ticket > 70 + 1000
+        assert flow.specification() == specification
+        assert Config.model_validate_json(flow.config_json()) == config
+
+
+def test_the_end_leaves_no_key_no_file_and_no_process_even_after_an_error(
+    config: Config, redis_url: str, signals: Signals, client: Client, keys: Keys
+) -> None:
+    shm = shm_folder(config.name, redis_url)
+    with pytest.raises(RuntimeError, match="in between"), make(config, redis_url, signals) as launch:
+        shm.mkdir(mode=0o700)
+        (shm / "1.1-0011aabb").touch()
+        sample(client, keys, "simulator-0", "simulator", "second", {"env_steps": 5})
+        launch.beat()
+        raise RuntimeError("in between")
+    assert all_keys(client, keys) == set()
+    assert not shm.exists()
+    assert '"env_steps": 5.0' in (config.run_dir / "metrics.jsonl").read_text()
+
+
+def test_events_of_others_are_told_once_and_noise_of_one_kind_is_held_back(
+    config: Config, redis_url: str, signals: Signals, client: Client, keys: Keys, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with make(config, redis_url, signals) as launch:
+        say(client, keys, "trainer-0", "warm start", "warm start in 3 s")
+        say(client, keys, "simulator-0", "started", "never shown")
+        for number in range(5):
+            say(client, keys, "simulator-0", "aborted", f"segment {number}")
+        launch.beat()
+    told = [line for line in capsys.readouterr().out.splitlines() if "update 0" not in line]
+    assert [line[9:] for line in told] == ["trainer-0: warm start in 3 s", "simulator-0: segment 0"]
