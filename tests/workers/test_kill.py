@@ -1,0 +1,131 @@
+"""kill -9 of any worker: the run goes on, ends with all its updates, and its books balance."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from live_run import Run
+
+from vla_stream.config import Config
+from workers.supervisor import Notice, Supervisor
+
+DEADLINE_S = 50.0
+LEASE_S = 2.0
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Whole:
+    """A whole run in processes under a supervisor."""
+
+    def __init__(self, run: Run, updates: int = 12, **changes: object) -> None:
+        self.run = run
+        self.config: Config = run.start(
+            updates=updates,
+            environment={"name": "fakes:LinePairs", "max_steps": 12, "options": {"step_s": 0.005}},
+            simulators={"count": 2, "slots": 2, "envs_per_slot": 2, "segment": {"steps": 3}},
+            trainer__segments_per_update=4,
+            trainer__checkpoint_every=3,
+            flow__lease_s=LEASE_S,
+            **changes,
+        )
+        self.supervisor = Supervisor(run.url, run.name, run.folder, lease_s=LEASE_S, shm=run.shm)
+        self.told: list[Notice] = []
+        for role, count in (("trainer", 1), ("generator", 1), ("simulator", 2)):
+            self.supervisor.launch(role, count)
+
+    def until(self, condition: Callable[[], object]) -> None:
+        deadline_s = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < deadline_s, (self.run.flow.state(), self.told, self.logs())
+            self.told += self.supervisor.step()
+            time.sleep(0.02)
+
+    def update(self) -> int:
+        state = self.run.flow.state()
+        return 0 if state is None else state.update
+
+    def kill(self, worker_id: str) -> None:
+        process = self.supervisor.children[worker_id].process
+        assert process is not None
+        os.kill(process.pid, signal.SIGKILL)
+
+    def finish(self) -> None:
+        self.until(lambda: "trainer-0" in self.supervisor.finished)
+        assert self.supervisor.finished["trainer-0"] == 0 and not self.supervisor.failures
+        self.supervisor.close()
+        books = self.run.flow.books()
+        assert self.update() == self.config.updates
+        assert books.outcomes["trained"] == self.config.updates * self.config.trainer.segments_per_update
+        assert books.balance == 0 and books.given_up == 0
+        newest = f"{self.config.updates:06d}"
+        assert (self.config.run_dir / "checkpoints" / newest).is_dir()
+
+    def kinds(self) -> list[str]:
+        return [notice.kind for notice in self.told]
+
+    def logs(self) -> str:
+        return "\n".join(path.read_text()[-1500:] for path in sorted((self.config.run_dir / "logs").glob("*.log")))
+
+
+@pytest.fixture
+def whole(run: Run) -> Iterator[Callable[..., Whole]]:
+    with contextlib.ExitStack() as stack:
+
+        def build(**changes: object) -> Whole:
+            made = Whole(run, **changes)  # type: ignore[arg-type]
+            stack.callback(made.supervisor.close)
+            return made
+
+        yield build
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.parametrize("role", ["simulator", "generator", "trainer"])
+def test_a_killed_worker_is_restarted_and_the_run_ends_with_all_its_updates(
+    whole: Callable[..., Whole], role: str
+) -> None:
+    bench = whole()
+    bench.until(lambda: bench.update() >= 4)
+    bench.kill(f"{role}-0")
+    bench.until(lambda: "restarted" in bench.kinds())
+    bench.finish()
+    assert bench.kinds().count("crashed") == 1 and "killed by SIGKILL" in str(bench.told)
+    outcomes = bench.run.flow.books().outcomes
+    if role == "trainer":
+        # Updates after the checkpoint of update 3 are repeated.
+        assert outcomes["rolled_back"] > 0 and outcomes["rolled_back"] % 4 == 0
+    else:
+        assert outcomes["rolled_back"] == 0
+
+
+def test_a_killed_environment_process_costs_its_own_segments_only(whole: Callable[..., Whole]) -> None:
+    bench = whole()
+    bench.until(lambda: bench.update() >= 4)
+    process = bench.supervisor.children["simulator-0"].process
+    assert process is not None
+    os.kill(children_of(process.pid)[0], signal.SIGKILL)
+    bench.finish()
+    assert "crashed" not in bench.kinds()
+    assert "process ended with signal SIGKILL" in str(bench.run.events())
+
+
+def test_f49_files_of_a_killed_simulator_in_dev_shm_are_swept(whole: Callable[..., Whole]) -> None:
+    bench = whole(updates=400, broker__inline_below_bytes=100)
+    bench.until(lambda: bench.update() >= 2)
+    bench.kill("simulator-0")
+    bench.until(lambda: "restarted" in bench.kinds())
+    live = bench.run.flow.live_members()
+    at_death = {path.name for path in bench.run.shm.iterdir()}
+    assert at_death
+    bench.until(lambda: not any((bench.run.shm / name).exists() for name in at_death))
+    assert live != bench.run.flow.live_members() and bench.run.flow.books().balance == 0
