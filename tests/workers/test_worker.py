@@ -1,0 +1,220 @@
+"""What every worker process shares: its name, its hash, the desired state, waiting for Redis, its exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+from live_run import Run
+
+from vla_stream.broker.connection import UNREACHABLE, connect
+from vla_stream.broker.server import EmbeddedServer
+from vla_stream.errors import Expired, InputError
+from workers import worker as worker_module
+from workers.replies import Replies, ReplyThread
+from workers.worker import Worker
+
+DEADLINE_S = 15.0
+
+
+@pytest.fixture
+def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "BEAT_S", 0.0)
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+
+
+def test_f53_a_name_is_taken_once_until_it_is_released(run: Run) -> None:
+    run.start()
+    first = run.worker("simulator")
+    other = Worker("simulator", "simulator-0", "another token", run.name, run.url)
+    with contextlib.closing(other.client):
+        with pytest.raises(InputError, match="simulator-0: the name is taken by a live worker"):
+            other.claim()
+        first.release()
+        other.claim()
+        with pytest.raises(Expired, match="took this worker's name over"):
+            first.beat()
+        first.release()
+        assert run.client.exists(run.keys.worker("simulator-0")), "the old owner cannot release what is another's"
+        other.release()
+
+
+def test_a_beat_shows_progress_and_a_sample_at_most_once_a_second(run: Run) -> None:
+    run.start()
+    worker = run.worker("generator")
+    worker.progress, worker.version, worker.state, worker.device = 7, 3, "running", "cpu"
+    worker.meter.count("batches", 5)
+    worker.beat()
+    shown: Any = run.client.hgetall(run.keys.worker("generator-0"))
+    assert {name: shown[name] for name in (b"progress", b"version", b"state", b"device")} == {
+        b"progress": b"7",
+        b"version": b"3",
+        b"state": b"running",
+        b"device": b"cpu",
+    }
+    assert int(shown[b"pid"]) == os.getpid() and 0 < run.client.pttl(run.keys.worker("generator-0")) <= 60_000
+    worker.beat()
+    entries: Any = run.client.xrange(run.keys.metrics)
+    assert len(entries) == 1 and entries[0][1][b"batches"] == b"5" and entries[0][1][b"kind"] == b"second"
+
+
+@pytest.mark.usefixtures("quick_beats")
+def test_f55_the_desired_state_is_read_as_a_value(run: Run) -> None:
+    run.start()
+    run.flow.set_desired("paused", "test")
+    late = run.worker("simulator")
+    late.beat()
+    assert (late.desired, late.draining, late.stopping) == ("paused", False, False)
+    run.flow.set_desired("draining", "test")
+    late.beat()
+    assert (late.draining, late.stopping, late.leaving) == (True, False, False)
+    run.flow.set_desired("stopped", "test")
+    late.beat()
+    assert (late.draining, late.stopping) == (True, True)
+
+
+def test_f49_the_first_signal_drains_the_second_stops(run: Run) -> None:
+    run.start()
+    worker = run.worker("simulator")
+    seen = []
+    for _ in range(3):
+        seen.append((worker.leaving, worker.draining, worker.stopping))
+        worker.on_signal()
+    assert seen == [(False, False, False), (True, True, False), (True, True, True)]
+
+
+@pytest.mark.usefixtures("quick_beats")
+def test_f49_a_worker_whose_parent_is_gone_ends(run: Run) -> None:
+    run.start()
+    worker = run.worker("simulator")
+    worker.parent = os.getppid()
+    worker.beat()
+    worker.parent = 2**22 + 1
+    with pytest.raises(Expired, match="the process that started this worker is gone"):
+        worker.beat()
+
+
+def test_f03_work_waits_for_redis_and_recovers_before_it_goes_on(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+    run.start()
+    calls: list[str] = []
+
+    def work() -> str:
+        calls.append("work")
+        if calls.count("work") < 3:
+            raise UNREACHABLE[0]("injected")
+        return "done"
+
+    assert run.worker("generator").patiently(work, lambda: calls.append("recover")) == "done"
+    assert calls == ["work", "recover", "work", "recover", "work"]
+    assert capfd.readouterr().err.count("waiting for it") == 1, "said once"
+
+
+def test_waiting_for_redis_ends_when_the_worker_is_told_to_leave(run: Run) -> None:
+    run.start()
+    worker = run.worker("generator")
+
+    def work() -> None:
+        worker.on_signal()
+        raise UNREACHABLE[0]("injected")
+
+    assert worker.patiently(work) is None
+
+
+def test_other_errors_are_not_waited_out(run: Run) -> None:
+    run.start()
+
+    def work() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run.worker("generator").patiently(work)
+
+
+def start(run: Run, role: str, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", f"workers.{role}", run.name, f"{role}-0"],
+        env={**os.environ, "VLA_STREAM_TOKEN": "t", "VLA_STREAM_REDIS": run.url, **environment},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def end(process: subprocess.Popen[str]) -> tuple[int, str]:
+    _, told = process.communicate(timeout=30)
+    return process.returncode, told
+
+
+def test_bad_input_ends_a_worker_with_2_and_one_line(run: Run) -> None:
+    code, told = end(start(run, "simulator"))
+    assert code == 2 and "Traceback" not in told
+    assert told.strip().splitlines()[-1] == (
+        f"simulator-0: run {run.name}: not on this server; give the name and URL that `vla-stream run` prints"
+    )
+
+
+def test_bad_options_of_an_environment_end_a_simulator_with_2_and_one_line(run: Run) -> None:
+    run.start(environment={"name": "fakes:Line", "max_steps": 12, "options": {"speed": 3}})
+    code, told = end(start(run, "simulator"))
+    assert code == 2 and "environment.options: unknown key speed" in told.strip().splitlines()[-1]
+    assert not run.client.exists(run.keys.worker("simulator-0")), "its name is free again"
+
+
+def test_a_simulator_drains_on_sigterm_and_gives_its_name_back(run: Run) -> None:
+    run.start()
+    process = start(run, "simulator")
+    until(lambda: run.client.exists(run.keys.actions("simulator-0")) or process.poll() is not None)
+    process.send_signal(signal.SIGTERM)
+    code, told = end(process)
+    assert code == 0, told
+    assert "ended as asked" in told
+    assert not run.client.exists(run.keys.worker("simulator-0"), run.keys.actions("simulator-0"))
+
+
+def test_the_reply_thread_wakes_whoever_waits_and_keeps_the_order(run: Run) -> None:
+    run.start()
+    worker = run.worker("simulator")
+    stream = run.keys.actions("simulator-0")
+    replies = Replies(worker.connect(), stream)
+    replies.open()
+    thread = ReplyThread(replies)
+    assert thread.drain() == []
+    threading.Timer(0.05, lambda: [run.client.xadd(stream, {"n": number}) for number in range(3)]).start()
+    found: list[bytes] = []
+    deadline_s = time.monotonic() + DEADLINE_S
+    while len(found) < 3:
+        assert time.monotonic() < deadline_s
+        assert wait([thread.waitable], timeout=DEADLINE_S)
+        found += [entry.fields[b"n"] for entry in thread.drain()]
+    assert found == [b"0", b"1", b"2"]
+
+
+def test_f11_the_reply_thread_survives_a_flush(tmp_path: Path) -> None:
+    with EmbeddedServer.start(tmp_path) as server, contextlib.closing(connect(server.url, name="test")) as client:
+        replies = Replies(client, "vla:{x}:actions:simulator-0")
+        replies.open()
+        thread = ReplyThread(Replies(connect(server.url, name="reader", block_s=1.0), replies.stream))
+        client.xadd(replies.stream, {"n": 1})
+        found: list[bytes] = []
+        until(lambda: found.extend(entry.fields[b"n"] for entry in thread.drain()) or found)
+        client.flushall()
+        assert not replies.renew(), "the simulator sees that it has to open it again"
+        replies.open()
+        client.xadd(replies.stream, {"n": 2})
+        until(lambda: found.extend(entry.fields[b"n"] for entry in thread.drain()) or len(found) == 2)
+        assert found == [b"1", b"2"]
