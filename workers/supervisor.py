@@ -34,7 +34,10 @@ ROLES = ("trainer", "generator", "simulator")
 CLAIM_TTL_S = 60.0
 REDIS_MARGIN_S = 3.0
 WATCH_S = 2.0  # between two looks at the workers' hashes
-SILENT_AFTER_S = 15.0  # on top of the hash's own TTL: after a flush a worker writes it again within its waiting time
+# Both on top of the hash's own TTL. A worker that loops writes its hash again soon after a flush; one that still loads
+# a model or makes its environments, and a trainer in a long update, has its main loop elsewhere for minutes.
+SILENT_AFTER_S = 15.0
+BUSY_AFTER_S = 600.0
 MISSING_AFTER_S = 10.0  # longer than a restart takes
 STOP_S = 3.0  # from the second SIGTERM to SIGKILL
 NUDGE_S = 0.4  # between two SIGTERMs: signals of one number that arrive together count once
@@ -69,6 +72,7 @@ class Child:
     log: Path
     process: subprocess.Popen[bytes] | None = None
     log_start: int = 0
+    state: str = "starting"
     silent_since_s: float | None = None
     kill_reason: str = ""
     asked: bool = False  # to leave
@@ -111,6 +115,7 @@ class Supervisor:
         shm: Path | None = None,
         command: Callable[[str, str, str], list[str]] = worker_command,
         silent_after_s: float = SILENT_AFTER_S,
+        busy_after_s: float = BUSY_AFTER_S,
         missing_after_s: float = MISSING_AFTER_S,
     ) -> None:
         self.url, self.run, self.runs_dir = url, run, runs_dir.resolve()
@@ -124,7 +129,8 @@ class Supervisor:
         self._flow = Flow(self._client, self.keys)
         self._command = command
         self._watch_roles, self._shm, self._lease_s = watch_roles, shm, lease_s
-        self._silent_after_s, self._missing_after_s = silent_after_s, missing_after_s
+        self._silent_after_s, self._busy_after_s = silent_after_s, busy_after_s
+        self._missing_after_s = missing_after_s
         self._budgets = {role: RestartBudget() for role in ROLES}
         self._drain_until_s = float("inf")
         self._unsent: deque[Notice] = deque(maxlen=200)
@@ -258,7 +264,7 @@ class Supervisor:
 
     def _spawn(self, child: Child) -> None:
         child.log.parent.mkdir(parents=True, exist_ok=True)
-        child.silent_since_s, child.kill_reason = None, ""
+        child.state, child.silent_since_s, child.kill_reason = "starting", None, ""
         environment = {
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
@@ -352,11 +358,13 @@ class Supervisor:
         for child in self.children.values():
             if child.process is None or child.kill_reason:
                 continue
-            if self._client.exists(self.keys.worker(child.id)):
-                child.silent_since_s = None
+            state = self._client.hget(self.keys.worker(child.id), "state")
+            looping = child.role != "trainer" and child.state.startswith(("running", "waiting"))
+            if isinstance(state, bytes):
+                child.state, child.silent_since_s = state.decode(errors="replace"), None
             elif child.silent_since_s is None:
                 child.silent_since_s = now_s
-            elif now_s - child.silent_since_s >= self._silent_after_s:
+            elif now_s - child.silent_since_s >= (self._silent_after_s if looping else self._busy_after_s):
                 child.kill_reason = "it was alive but silent, its main loop made no progress"
                 told.append(Notice("silent", child.id, f"{child.id} is alive but silent and is killed"))
                 kill_group(child.process)

@@ -219,15 +219,36 @@ def test_what_a_crashed_worker_had_started_is_killed_with_it(bench: Bench) -> No
     assert not running(bench.pids("child")[0])
 
 
-def test_f06_a_worker_that_is_alive_but_silent_is_killed_and_restarted(bench: Bench, client: Client) -> None:
-    supervisor = bench.supervise(STUBBORN, silent_after_s=0.2)
-    supervisor.launch("generator", 1)
-    bench.until(lambda: bool(bench.pids("generator-0")))
-    client.delete(Keys(bench.run).worker("generator-0"))
-    bench.until(lambda: len(bench.pids("generator-0")) == 2)
+@pytest.mark.parametrize(("role", "state"), [("generator", "running"), ("simulator", "waiting: full")])
+def test_f06_a_worker_that_loops_and_falls_silent_is_killed_and_restarted(
+    bench: Bench, client: Client, role: str, state: str
+) -> None:
+    supervisor = bench.supervise(STUBBORN, silent_after_s=0.2, busy_after_s=3600.0)
+    (name,) = supervisor.launch(role, 1)
+    bench.until(lambda: bool(bench.pids(name)))
+    client.hset(Keys(bench.run).worker(name), "state", state)
+    bench.until(lambda: supervisor.children[name].state == state)
+    client.delete(Keys(bench.run).worker(name))
+    bench.until(lambda: len(bench.pids(name)) == 2)
     assert [kind for kind in bench.kinds() if kind != "redis"] == ["silent", "crashed", "restarted"]
     assert "alive but silent" in bench.first("crashed").text
-    assert not running(bench.pids("generator-0")[0])
+    assert not running(bench.pids(name)[0])
+
+
+@pytest.mark.parametrize(("role", "state"), [("generator", "loading"), ("trainer", "running")])
+def test_f06_a_worker_that_may_be_busy_for_minutes_is_given_them(
+    bench: Bench, client: Client, role: str, state: str
+) -> None:
+    supervisor = bench.supervise(STUBBORN, silent_after_s=0.05, busy_after_s=0.6)
+    (name,) = supervisor.launch(role, 1)
+    bench.until(lambda: bool(bench.pids(name)))
+    client.hset(Keys(bench.run).worker(name), "state", state)
+    bench.until(lambda: supervisor.children[name].state == state)
+    client.delete(Keys(bench.run).worker(name))
+    bench.until(lambda: supervisor.children[name].silent_since_s is not None)
+    began_s = time.monotonic()
+    bench.until(lambda: "silent" in bench.kinds())
+    assert time.monotonic() - began_s >= 0.5
 
 
 def test_two_supervisors_of_a_run_share_out_the_names(bench: Bench) -> None:

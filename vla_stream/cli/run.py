@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bdb
 import os
 import threading
 import time
@@ -151,7 +152,7 @@ def _train_inline(launch: Launch) -> None:
     try:
         with launch.signals.raised():
             inline.run(launch.config, launch.url, launch.display.tell)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, bdb.BdbQuit):
         raise Interrupted from None
     finally:
         done.set()
