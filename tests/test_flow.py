@@ -324,7 +324,7 @@ def test_every_way_to_fail_counts_as_an_attempt(flow: Flow) -> None:
     let_leases_pass(flow, [first.member])
     (second,) = grant(flow, 1)
     (entry,) = publish(flow, [second])
-    assert flow.refuse(entry, "refused")
+    assert flow.refuse(1, entry.entry, "refused")
     (third,) = grant(flow, 1)
     assert third.member == "1.3"
     flow.abort([third.member])
@@ -372,7 +372,7 @@ def test_repeats_after_the_commit_or_a_refusal_are_told_expired_and_are_not_adde
     permits = grant(flow, B + 1)
     consumed = publish(flow, permits)
     commit(flow, consumed[:B])
-    flow.refuse(consumed[B], "refused")
+    flow.refuse(1, consumed[B].entry, "refused")
     for permit in permits:
         with pytest.raises(Expired):
             flow.publish(permit.member, {b"ticket": permit.member.encode()})
@@ -392,11 +392,39 @@ def test_the_answer_to_publish_changes_no_counter(flow: Flow) -> None:
 # ---- refusing
 
 
+def test_f27_an_entry_that_names_a_living_ticket_but_is_not_its_own_costs_the_ticket_nothing(flow: Flow) -> None:
+    (consumed,) = publish(flow, grant(flow, 1))
+    foreign = flow.client.xadd(flow.keys.trajectories, {"ticket": consumed.member})
+    assert flow.is_published(consumed)
+    assert not flow.is_published(Consumed(foreign.decode(), consumed.member))
+    assert not flow.refuse(1, foreign.decode(), "poisoned")
+    assert in_stream(flow) == [consumed] and flow.live_members() == {consumed.member}
+
+
+def test_f17_a_published_segment_whose_entry_was_trimmed_is_counted_and_given_out_again(flow: Flow) -> None:
+    lost, kept = publish(flow, grant(flow, 2))
+    flow.client.xdel(flow.keys.trajectories, lost.entry)
+    assert flow.miss(1) == [lost.member]
+    assert flow.miss(1) == []
+    assert flow.live_members() == {kept.member} and outcomes(flow) == {"poisoned": 1}
+    assert [permit.member for permit in grant(flow, 1)] == ["1.2"]
+
+
+def test_f54_a_zombie_trainer_can_refuse_nothing(flow: Flow) -> None:
+    (consumed,) = publish(flow, grant(flow, 1))
+    flow.resume(epoch=1, update=0, version=2, trained=0, skipped=0, manifest=WEIGHTS)
+    with pytest.raises(Expired, match="replaced by a newer one"):
+        flow.refuse(1, consumed.entry, "refused")
+    flow.client.xdel(flow.keys.trajectories, consumed.entry)
+    assert flow.miss(1) == []
+    assert flow.live_members() == {consumed.member}
+
+
 @pytest.mark.parametrize("counter", ["refused", "poisoned"])
 def test_a_refused_segment_is_removed_counted_once_and_its_ticket_given_out_again(counter: Any, flow: Flow) -> None:
     (entry,) = publish(flow, grant(flow, 1))
-    assert flow.refuse(entry, counter)
-    assert not flow.refuse(entry, counter)
+    assert flow.refuse(1, entry.entry, counter)
+    assert not flow.refuse(1, entry.entry, counter)
     assert in_stream(flow) == [] and flow.live_members() == set()
     assert outcomes(flow) == {counter: 1}
     assert [permit.member for permit in grant(flow, 2)] == ["1.2", "2.1"]
@@ -427,7 +455,7 @@ def test_f02_a_commit_whose_reply_was_lost_is_answered_repeat_and_counts_once(fl
 
 def test_a_segment_that_was_refused_meanwhile_is_not_counted_a_second_time_by_the_commit(flow: Flow) -> None:
     consumed = publish(flow, grant(flow, B))
-    flow.refuse(consumed[0], "refused")
+    flow.refuse(1, consumed[0].entry, "refused")
     assert commit(flow, consumed) == "committed"
     assert outcomes(flow) == {"refused": 1, "trained": B - 1} and flow.books().balance == 0
 
@@ -571,7 +599,7 @@ def test_in_order_a_number_given_up_is_no_longer_waited_for(flow: Flow) -> None:
 # ---- a full server
 
 
-def test_f23_on_a_full_server_every_call_happens_whole_or_not_at_all_and_what_frees_memory_works(
+def test_f23_on_a_full_server_nothing_new_begins_and_all_that_frees_memory_works(
     tmp_path: Path,
 ) -> None:
     with EmbeddedServer.start(tmp_path) as server, contextlib.closing(connect(server.url, name="test")) as client:
@@ -580,16 +608,15 @@ def test_f23_on_a_full_server_every_call_happens_whole_or_not_at_all_and_what_fr
         client.config_set("maxmemory", 1)
         consumed = publish(flow, permits[: B + 1])
         assert flow.abort([permits[B + 1].member]) == 1
-        assert flow.refuse(consumed[B], "refused")
+        assert flow.refuse(1, consumed[B].entry, "refused")
         assert commit(flow, consumed[:B]) == "committed"
+        assert flow.renew([permits[B + 2].member], 30.0) == []
+        flow.set_desired("paused", "a person")
+        flow.set_desired("running", "a person")
+        flow.resume(1, 1, 3, B, 0, WEIGHTS)
         before = (flow.state(), flow.books())
-        for refused in (
-            lambda: commit(flow, []),
-            lambda: flow.resume(1, 0, 3, 0, 0, WEIGHTS),
-            lambda: flow.set_desired("paused", "a person"),
-        ):
-            with pytest.raises(OUT_OF_MEMORY):
-                refused()
+        with pytest.raises(OUT_OF_MEMORY):
+            grant(flow, 1)
         assert (flow.state(), flow.books()) == before and flow.books().balance == 0
         client.config_set("maxmemory", 0)
         assert len(grant(flow, B)) == B and flow.books().balance == 0
@@ -687,8 +714,8 @@ class Run(RuleBasedStateMachine):
     @rule(data=st.data(), counter=st.sampled_from(["refused", "poisoned"]))
     def the_trainer_refuses(self, data: st.DataObject, counter: Any) -> None:
         entry = self.published.pop(data.draw(st.sampled_from(sorted(self.published))))
-        assert self.flow.refuse(entry, counter)
-        assert not self.flow.refuse(entry, counter)
+        assert self.flow.refuse(self.epoch, entry.entry, counter)
+        assert not self.flow.refuse(self.epoch, entry.entry, counter)
 
     @precondition(lambda self: len(self.published) >= B)
     @rule(data=st.data(), skipped=st.booleans(), lost_replies=st.integers(0, 2))

@@ -175,9 +175,8 @@ class Flow:
         """Add a segment to `trajectories` exactly once, however often this is called. Raises Expired when its permit
         is gone: only then may the segment be dropped."""
         flat = [item for pair in fields.items() for item in pair]
-        answer = self._call(
-            scripts.PUBLISH, [self.keys.permits, self.keys.published, self.keys.trajectories], [member, *flat]
-        )
+        keys = [self.keys.permits, self.keys.published, self.keys.entries, self.keys.trajectories]
+        answer = self._call(scripts.PUBLISH, keys, [member, *flat])
         if answer == b"expired":
             raise Expired(f"permit {member} is no longer held; its segment is dropped")
         return "added" if answer == b"added" else "repeat"
@@ -189,10 +188,22 @@ class Flow:
 
     # ---- trainer
 
-    def refuse(self, consumed: Consumed, counter: Literal["refused", "poisoned"]) -> bool:
-        """A published segment is not trained: remove it, count it, give its ticket out again. False: done before."""
-        keys = [self.keys.published, self.keys.refunded, self.keys.books, self.keys.trajectories]
-        return bool(self._call(scripts.REFUSE, keys, [TRAINERS, counter, consumed.entry, consumed.member]))
+    def is_published(self, consumed: Consumed) -> bool:
+        """Whether this entry is the one that its ticket was published as: not a copy, a forgery, or a ghost (F19)."""
+        entry: Any = self.client.hget(self.keys.entries, consumed.member)
+        return bool(entry == consumed.entry.encode())
+
+    def refuse(self, epoch: int, entry: str, counter: Literal["refused", "poisoned"]) -> bool:
+        """An entry of `trajectories` is not trained: remove it, count it, give its ticket out again. False when it was
+        no published segment, but somebody else's entry. Raises Expired when a newer trainer took over."""
+        answer = self._call(scripts.REFUSE, self._published_keys(), [epoch, TRAINERS, counter, entry])
+        if answer == b"fenced":
+            raise Expired(f"trainer of epoch {epoch} was replaced by a newer one")
+        return bool(answer == b"refused")
+
+    def miss(self, epoch: int) -> list[str]:
+        """Published segments whose entry is gone from the stream: counted as poisoned, their tickets given back."""
+        return [member.decode() for member in self._call(scripts.MISS, self._published_keys(), [epoch])]
 
     def ready_in_order(self, count: int) -> list[str]:
         """The `count` lowest published members, once no lower ticket can still come; else an empty list."""
@@ -210,7 +221,8 @@ class Flow:
         skipped: bool,
     ) -> Literal["committed", "repeat"]:
         """One update becomes real. Raises Expired when a newer trainer took over."""
-        keys = [self.keys.flow, self.keys.published, self.keys.books, self.keys.trajectories, self.keys.weights]
+        k = self.keys
+        keys = [k.flow, k.published, k.entries, k.books, k.trajectories, k.weights]
         pairs = [item for c in consumed for item in (c.entry, c.member)]
         counter = "skipped" if skipped else "trained"
         fixed = [epoch, expected_update, version, counter, TRAINERS, ENTRIES_KEPT, len(consumed)]
@@ -256,6 +268,10 @@ class Flow:
             pipe.zrange(self.keys.permits, 0, -1)
             pipe.zrange(self.keys.published, 0, -1)
             return {member.decode() for part in pipe.execute() for member in part}
+
+    def _published_keys(self) -> list[str]:
+        k = self.keys
+        return [k.flow, k.published, k.entries, k.refunded, k.books, k.trajectories]
 
     def _no_such_run(self) -> InputError:
         return InputError(

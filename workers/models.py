@@ -15,6 +15,7 @@ from torch import Tensor
 from vla_stream import plugins
 from vla_stream.broker.connection import Client
 from vla_stream.broker.queue import Entry
+from vla_stream.broker.scripts import PUT_CHUNK, Scripts
 from vla_stream.broker.tail import Tail, newest_entries
 from vla_stream.config import Config
 from vla_stream.environments.protocol import Specification
@@ -83,11 +84,12 @@ class WeightsReader:
 
 
 def publish_chunks(
-    client: Client, keys: Keys, manifest: WeightsManifest, chunks: list[bytes], lifetime_s: float
+    scripts: Scripts, keys: Keys, manifest: WeightsManifest, chunks: list[bytes], lifetime_s: float
 ) -> None:
     """Upload all chunks of one version. They expire unless the version is committed (`keep_chunks`)."""
     for index, chunk in enumerate(chunks):
-        client.set(keys.weight_chunk(manifest.version, manifest.epoch, index), chunk, px=int(lifetime_s * 1000))
+        key = keys.weight_chunk(manifest.version, manifest.epoch, index)
+        scripts.call(PUT_CHUNK, [key], [chunk, int(lifetime_s * 1000)])
 
 
 def keep_chunks(

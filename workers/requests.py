@@ -24,6 +24,7 @@ from vla_stream.streams.observations import unpack_observations
 from workers.worker import Worker
 
 SWEEP_S = 60.0
+TAKEN_OVER_AT_ONCE = 16
 MAX_DELIVERIES = 3  # more often delivered: it may be what killed its readers, so it endangers no others (F16)
 
 
@@ -90,12 +91,13 @@ class Collector:
         now_s = time.monotonic()
         if now_s >= self._next_take_over_s:
             self._next_take_over_s = now_s + self.config.flow.lease_s / 2
-            for entry in self.queue.take_over(self.batcher.missing_rows()):
+            for entry in self.queue.take_over(TAKEN_OVER_AT_ONCE):
                 self._add(entry)
         if now_s >= self._next_sweep_s:
             self._next_sweep_s = now_s + SWEEP_S
             self.queue.sweep_consumers(idle_ms=int(10 * SWEEP_S * 1000))
-        wanted = self.batcher.missing_rows()
+        # Rows are environments: read as many requests as still fit, and leave the others to other generators (F30).
+        wanted = -(-self.batcher.missing_rows() // self.config.simulators.envs_per_slot)
         block = None if len(self.batcher) else block_ms
         entries = self.queue.read(wanted) if block is None else self.queue.read_balanced(wanted, block)
         for entry in entries:

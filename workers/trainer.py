@@ -30,7 +30,7 @@ from vla_stream.learning.update import Learner, LearnerState, UpdateResult
 from vla_stream.policies.protocol import Policy
 from vla_stream.streams import presence
 from vla_stream.streams.keys import TRAINERS
-from vla_stream.streams.trajectories import Trajectory, parse_member
+from vla_stream.streams.trajectories import Trajectory
 from vla_stream.streams.weights import WeightsManifest
 from workers.models import (
     await_specification,
@@ -85,6 +85,7 @@ class Trainer:
         self._checkpointed = -1
         self._last_data_s = time.monotonic()
         self._waiting_since_s = time.monotonic()
+        self._next_miss_s = 0.0
 
     @property
     def done(self) -> bool:
@@ -107,7 +108,7 @@ class Trainer:
         self.version, self.epoch = state.version + 1, state.epoch + 1
         previous = newest_manifest(self.client, self.worker.keys)
         manifest, chunks = self._describe_weights()
-        publish_chunks(self.client, self.worker.keys, manifest, chunks, UNCOMMITTED_CHUNKS_S)
+        publish_chunks(self.flow.scripts, self.worker.keys, manifest, chunks, UNCOMMITTED_CHUNKS_S)
         self.flow.resume(state.epoch, self.update, self.version, trained, skipped, manifest.to_fields())
         keep_chunks(self.client, self.worker.keys, manifest, previous, OLD_CHUNKS_S)
         self._manifest = manifest
@@ -136,6 +137,7 @@ class Trainer:
         self._collect(block_ms)
         chosen = self._choose()
         if not chosen:
+            self._miss()
             self._name_what_is_missing()
             return False
         self._update(chosen)
@@ -161,6 +163,8 @@ class Trainer:
     def _take(self, entry: Entry) -> None:
         try:
             trajectory = Trajectory.from_fields(entry.fields)
+            if not self.flow.is_published(Consumed(entry.id, trajectory.member)):
+                raise BadMessage(f"segment {trajectory.member} was not published as this entry")
             staleness = self.version - trajectory.version
             if staleness > self.config.flow.stale_limit_versions:
                 self._refuse(entry, trajectory, f"staleness {staleness} is above flow.stale_limit")
@@ -204,20 +208,24 @@ class Trainer:
         return [self._held[member] for member in members] if all(m in self._held for m in members) else []
 
     def _refuse(self, entry: Entry, trajectory: Trajectory, reason: str) -> None:
-        self.flow.refuse(Consumed(entry.id, trajectory.member), "refused")
+        self.flow.refuse(self.epoch, entry.id, "refused")
         self._remove_payloads(trajectory)
         self.meter.count("refused")
         self.worker.say("refused", f"segment {trajectory.member}: {reason}; its ticket is given out again")
 
     def _poisoned(self, entry: Entry, reason: str) -> None:
         self.worker.bury(self.queue.stream, entry, reason)
-        self.meter.count("poisoned")
-        try:
-            ticket, attempt = parse_member(entry.fields.get(b"ticket", b"").decode())
-        except (BadMessage, UnicodeDecodeError):
-            self.queue.done([entry.id])
-        else:
-            self.flow.refuse(Consumed(entry.id, f"{ticket}.{attempt}"), "poisoned")
+        if self.flow.refuse(self.epoch, entry.id, "poisoned"):
+            self.meter.count("poisoned")
+            self.worker.say("poisoned", f"entry {entry.id}: {reason}; its ticket is given out again")
+
+    def _miss(self) -> None:
+        """Segments that were published and whose entries are gone must not count as outstanding for ever."""
+        if time.monotonic() < self._next_miss_s:
+            return
+        self._next_miss_s = time.monotonic() + self.config.flow.lease_s
+        for member in self.flow.miss(self.epoch):
+            self.worker.say("poisoned", f"segment {member}: somebody removed its entry from the stream")
 
     def _remove_payloads(self, trajectory: Trajectory) -> None:
         references = trajectory.references()
@@ -278,7 +286,7 @@ class Trainer:
         manifest, chunks = self._describe_weights()
 
         def publish() -> bool:
-            publish_chunks(self.client, self.worker.keys, manifest, chunks, UNCOMMITTED_CHUNKS_S)
+            publish_chunks(self.flow.scripts, self.worker.keys, manifest, chunks, UNCOMMITTED_CHUNKS_S)
             consumed = [held.consumed for held in chosen]
             self.flow.commit(self.epoch, self.update - 1, self.version, consumed, manifest.to_fields(), skipped=skipped)
             keep_chunks(self.client, self.worker.keys, manifest, previous, OLD_CHUNKS_S)
@@ -368,9 +376,9 @@ def serve(worker: Worker, config: Config) -> None:
     if specification is None:
         return
     device = torch_device(worker.device or config.trainer.device)
-    worker.device, worker.state = str(device), "warm start"
-    worker.patiently(worker.beat)
-    learner = make_learner(config, specification, device, lambda text: worker.say("warm start", text))
+    worker.device = str(device)
+    with worker.long_step("warm start"):
+        learner = make_learner(config, specification, device, lambda text: worker.say("warm start", text))
     trainer = Trainer(worker, config, specification, learner)
     worker.patiently(trainer.start)
     worker.state = "running"

@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,6 +30,7 @@ from workers.lifeline import die_with_parent, orphaned
 
 BEAT_S = 1.0
 TTL_S = 60.0  # longer than any single step of a healthy main loop, so that a long update is not taken for a death
+LONG_TTL_S = 900.0  # while a model is loaded, environments start, or a warm start is made
 BLOCK_S = 1.0  # longest BLOCK of any worker's connection
 
 Answer = TypeVar("Answer")
@@ -52,6 +53,7 @@ class Worker:
         self.progress = 0
         self._signals = 0
         self._next_beat_s = 0.0
+        self._ttl_s = TTL_S
         self._started_ms = int(time.time() * 1000)
 
     def connect(self) -> Client:
@@ -101,9 +103,20 @@ class Worker:
             self.desired, self.update = state.desired, state.update
         self.emit("second", self.meter.sample())
 
+    @contextlib.contextmanager
+    def long_step(self, state: str) -> Iterator[None]:
+        """The body may take minutes without a beat: until it is over, silence is no sign of death."""
+        self.state, self._ttl_s = state, LONG_TTL_S
+        self.patiently(self._write_hash)
+        try:
+            yield
+        finally:
+            self._ttl_s, self._next_beat_s = TTL_S, 0.0
+
     def emit(self, kind: str, sample: dict[str, float]) -> None:
         """One entry of the `metrics` stream."""
-        notices.sample(self.client, self.keys, self.id, self.role, kind, sample)
+        with contextlib.suppress(OUT_OF_MEMORY):
+            notices.sample(self.client, self.keys, self.id, self.role, kind, sample)
 
     def say(self, kind: str, sentence: str) -> None:
         """An event for people, also in this worker's log."""
@@ -159,7 +172,7 @@ class Worker:
         }
         flat = [item for pair in fields.items() for item in pair]
         answer = self.flow.scripts.call(
-            CLAIM_WORKER, [self.keys.worker(self.id)], [self.token, int(TTL_S * 1000), *flat]
+            CLAIM_WORKER, [self.keys.worker(self.id)], [self.token, int(self._ttl_s * 1000), *flat]
         )
         return bool(answer)
 

@@ -17,6 +17,7 @@ from fakes import Line
 from live_run import Run
 
 from vla_stream.broker.connection import OUT_OF_MEMORY, UNREACHABLE, connect
+from vla_stream.broker.scripts import Scripts
 from vla_stream.broker.server import EmbeddedServer
 from vla_stream.config import Config
 from vla_stream.environments.protocol import Observations
@@ -69,7 +70,7 @@ class Bench:
         policy = make_policy(self.config.model_copy(update={"seed": version}), SPECIFICATION, CPU)
         assert isinstance(policy, Linear)
         manifest, chunks = WeightsManifest.describe(version, version - 1, 1, to_bytes(policy.state_dict()))
-        publish_chunks(self.run.client, self.run.keys, manifest, chunks, 60.0)
+        publish_chunks(Scripts(self.run.client), self.run.keys, manifest, chunks, 60.0)
         fields: dict[Any, Any] = manifest.to_fields()
         self.run.client.xadd(self.run.keys.weights, {**fields, b"version": b"99"} if damaged else fields)
         return manifest, policy

@@ -46,10 +46,12 @@ class Script:
 
     name: str
     body: str
+    frees_memory: bool = False  # runs on a full server too (F23): it removes more than it adds, or a few bytes only
 
     @property
     def source(self) -> str:
-        return _PRELUDE + self.body
+        flags = "#!lua flags=allow-oom\n" if self.frees_memory else ""
+        return flags + _PRELUDE + self.body
 
 
 RENEW = Script(
@@ -66,6 +68,7 @@ for i = 3, #ARGV do
 end
 return owned
 """,
+    frees_memory=True,
 )
 
 SWEEP_CONSUMER = Script(
@@ -94,6 +97,7 @@ redis.call('HSET', KEYS[1], 'token', ARGV[1], unpack(ARGV, 3))
 redis.call('PEXPIRE', KEYS[1], ARGV[2])
 return 1
 """,
+    frees_memory=True,
 )
 
 RELEASE_WORKER = Script(
@@ -103,6 +107,15 @@ RELEASE_WORKER = Script(
 if redis.call('HGET', KEYS[1], 'token') == ARGV[1] then return redis.call('DEL', KEYS[1]) end
 return 0
 """,
+)
+
+PUT_CHUNK = Script(
+    "put_chunk",
+    """
+-- KEYS chunk | ARGV bytes lifetime_ms ; a chunk of weights gets through to a full server: its commit frees segments.
+return redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+""",
+    frees_memory=True,
 )
 
 CREATE_RUN = Script(
@@ -125,6 +138,7 @@ redis.call('HSET', KEYS[1], 'desired', ARGV[1])
 redis.call('XADD', KEYS[2], 'MAXLEN', '~', ARGV[3], '*', 'desired', ARGV[1], 'by', ARGV[2])
 return 1
 """,
+    frees_memory=True,
 )
 
 ANNOUNCE = Script(
@@ -157,6 +171,8 @@ local wanted = tonumber(ARGV[1])
 if free < 1 or (ARGV[3] == '1' and free < wanted) then return 'full' end
 local out = {}
 for i = 1, math.min(free, wanted) do
+  -- The first write is one that a full server refuses: nothing new begins there (F23).
+  redis.call('HINCRBY', KEYS[5], 'started', 1)
   local member
   local old = redis.call('ZPOPMIN', KEYS[4])
   if #old > 0 then
@@ -168,7 +184,6 @@ for i = 1, math.min(free, wanted) do
   local min_version = tonumber(f[4]) + math.floor(outstanding / B) - eta
   if min_version < tonumber(f[5]) then min_version = tonumber(f[5]) end
   redis.call('ZADD', KEYS[2], now + tonumber(ARGV[2]), member)
-  redis.call('HINCRBY', KEYS[5], 'started', 1)
   out[#out + 1] = {member, tostring(min_version)}
   outstanding = outstanding + 1
 end
@@ -191,15 +206,16 @@ for i = 2, #ARGV do
 end
 return gone
 """,
+    frees_memory=True,
 )
 
 PUBLISH = Script(
     "publish",
     """
--- KEYS permits published trajectories | ARGV member field value… ; the entry is added exactly once per member.
+-- KEYS permits published entries trajectories | ARGV member field value… ; the entry is added exactly once per member.
 if redis.call('ZSCORE', KEYS[2], ARGV[1]) then return 'repeat' end
 if redis.call('ZREM', KEYS[1], ARGV[1]) == 0 then return 'expired' end
-redis.call('XADD', KEYS[3], '*', unpack(ARGV, 2))
+redis.call('HSET', KEYS[3], ARGV[1], redis.call('XADD', KEYS[4], '*', unpack(ARGV, 2)))
 redis.call('ZADD', KEYS[2], string.match(ARGV[1], '^%d+'), ARGV[1])
 return 'added'
 """,
@@ -219,26 +235,57 @@ for i = 1, #ARGV do
 end
 return count
 """,
+    frees_memory=True,
 )
 
 REFUSE = Script(
     "refuse",
     """
--- KEYS published refunded books trajectories | ARGV group counter entry member
--- A published segment that will not be trained: counted under `counter` (refused, poisoned), its ticket given back.
-redis.call('XACK', KEYS[4], ARGV[1], ARGV[3])
-redis.call('XDEL', KEYS[4], ARGV[3])
-if redis.call('ZREM', KEYS[1], ARGV[4]) == 0 then return 0 end
-redis.call('HINCRBY', KEYS[3], ARGV[2], 1)
-refund(KEYS[2], KEYS[3], ARGV[4])
-return 1
+-- KEYS flow published entries refunded books trajectories | ARGV epoch group counter entry
+-- An entry that will not be trained. Whose it is stands in `entries`, not in its own fields, which may be anybody's.
+if redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[1] then return 'fenced' end
+redis.call('XACK', KEYS[6], ARGV[2], ARGV[4])
+redis.call('XDEL', KEYS[6], ARGV[4])
+local all = redis.call('HGETALL', KEYS[3])
+for i = 1, #all, 2 do
+  if all[i + 1] == ARGV[4] then
+    redis.call('HDEL', KEYS[3], all[i])
+    redis.call('ZREM', KEYS[2], all[i])
+    redis.call('HINCRBY', KEYS[5], ARGV[3], 1)
+    refund(KEYS[4], KEYS[5], all[i])
+    return 'refused'
+  end
+end
+return 'foreign'
 """,
+    frees_memory=True,
+)
+
+MISS = Script(
+    "miss",
+    """
+-- KEYS flow published entries refunded books trajectories | ARGV epoch
+-- Published segments whose entry somebody removed from the stream (F17, F21): counted as poisoned, given out again.
+if redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[1] then return {} end
+local all, missing = redis.call('HGETALL', KEYS[3]), {}
+for i = 1, #all, 2 do
+  if #redis.call('XRANGE', KEYS[6], all[i + 1], all[i + 1]) == 0 then
+    redis.call('HDEL', KEYS[3], all[i])
+    redis.call('ZREM', KEYS[2], all[i])
+    redis.call('HINCRBY', KEYS[5], 'poisoned', 1)
+    refund(KEYS[4], KEYS[5], all[i])
+    missing[#missing + 1] = all[i]
+  end
+end
+return missing
+""",
+    frees_memory=True,
 )
 
 COMMIT = Script(
     "commit",
     """
--- KEYS flow published books trajectories weights
+-- KEYS flow published entries books trajectories weights
 -- ARGV epoch expected_update version counter group weights_kept n (entry member)×n field value…
 -- One update: weights entry, new update and version, segments acknowledged, deleted and un-published.
 local f = redis.call('HMGET', KEYS[1], 'epoch', 'update', 'version')
@@ -247,14 +294,16 @@ if tonumber(f[2]) == ARGV[2] + 1 and f[3] == ARGV[3] then return 'repeat' end
 if f[2] ~= ARGV[2] then return 'fenced' end
 local n = tonumber(ARGV[7])
 for i = 8, 7 + 2 * n, 2 do
-  redis.call('XACK', KEYS[4], ARGV[5], ARGV[i])
-  redis.call('XDEL', KEYS[4], ARGV[i])
-  redis.call('HINCRBY', KEYS[3], ARGV[4], redis.call('ZREM', KEYS[2], ARGV[i + 1]))
+  redis.call('XACK', KEYS[5], ARGV[5], ARGV[i])
+  redis.call('XDEL', KEYS[5], ARGV[i])
+  redis.call('HDEL', KEYS[3], ARGV[i + 1])
+  redis.call('HINCRBY', KEYS[4], ARGV[4], redis.call('ZREM', KEYS[2], ARGV[i + 1]))
 end
 redis.call('HSET', KEYS[1], 'update', ARGV[2] + 1, 'version', ARGV[3])
-redis.call('XADD', KEYS[5], 'MAXLEN', ARGV[6], '*', unpack(ARGV, 8 + 2 * n))
+redis.call('XADD', KEYS[6], 'MAXLEN', ARGV[6], '*', unpack(ARGV, 8 + 2 * n))
 return 'committed'
 """,
+    frees_memory=True,
 )
 
 RESUME = Script(
@@ -277,6 +326,7 @@ redis.call('HSET', KEYS[1], 'epoch', f[1] + 1, 'update', ARGV[2], 'version', ARG
 redis.call('XADD', KEYS[3], 'MAXLEN', ARGV[4], '*', unpack(ARGV, 7))
 return 'resumed'
 """,
+    frees_memory=True,
 )
 
 READY_IN_ORDER = Script(
@@ -297,6 +347,7 @@ for _, member in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
 end
 return members
 """,
+    frees_memory=True,
 )
 
 

@@ -58,6 +58,11 @@ class Keys:
         return self._key("published")
 
     @property
+    def entries(self) -> str:
+        """Hash `<ticket>.<attempt>` → stream id of its entry in `trajectories`. Scripts only."""
+        return self._key("published:entries")
+
+    @property
     def refunded(self) -> str:
         """Zset `<ticket>.<attempt>` by ticket: numbers to give out again. Scripts only."""
         return self._key("refunded")
