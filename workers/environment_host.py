@@ -377,9 +377,9 @@ class _Watched:
         with _alarm(self._step_deadline_s):
             return self._batch.step(actions, active)
 
-    def packed(self, observations: Observations) -> np.ndarray:
+    def packed(self, observations: Observations, *, after_reset: bool = False) -> np.ndarray:
         """u8[bytes]. Images may be rendered only now, and renderers are what hangs most (F40)."""
-        with _alarm(self._start_deadline_s):
+        with _alarm(self._start_deadline_s if after_reset else self._step_deadline_s):
             packet = pack_observations(read_images(observations, self.specification))
         return np.frombuffer(packet, dtype=np.uint8)
 
@@ -398,7 +398,7 @@ def _answer(batch: _Watched, packet: bytes) -> bytes:
     arrays, meta = unpack(packet)
     if meta.get("operation") == "reset":
         observations = reset_checked(batch, arrays["mask"], arrays["seeds"])
-        return pack({"observations": batch.packed(observations)})
+        return pack({"observations": batch.packed(observations, after_reset=True)})
     chunk = run_chunk(batch, arrays["actions"], arrays["active"], arrays["reset_rows"], arrays["reset_seeds"])
     names = ("final_rows", "executed", "rewards", "terminated", "truncated", "success")
     result = {name: getattr(chunk, name) for name in names}

@@ -233,7 +233,8 @@ def serve(worker: Worker, config: Config) -> None:
         return
     device = torch_device(worker.device or config.generators.device)
     worker.device = str(device)
-    policy = make_policy(config, specification, device)
+    with worker.long_step("loading"):
+        policy = make_policy(config, specification, device)
     generator = Generator(worker, config, policy, worker.connect)
     generator.weights.device = device
     stages = Stages(generator)

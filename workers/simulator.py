@@ -335,9 +335,11 @@ class Simulator:
         now_s = time.monotonic()
         if now_s < self._next_renewal_s:
             return
-        self._next_renewal_s = now_s + self.config.flow.lease_s / 3
         active = {s.permit.member: s for b in self.batches for s in b.active if s.permit is not None}
-        for member in self.flow.renew(list(active), self.config.flow.lease_s):
+        gone = self.flow.renew(list(active), self.config.flow.lease_s)
+        # Only now: a renewal that failed is tried again at once, not a third of the lease later.
+        self._next_renewal_s = now_s + self.config.flow.lease_s / 3
+        for member in gone:
             self.worker.say("expired", f"permit {member} is no longer held; its segment is dropped")
             self._forget_request(active[member])
             active[member].drop()
@@ -393,7 +395,9 @@ def make_hosts(config: Config, make: Callable[[Config, int], Host]) -> list[Host
 
 def serve(worker: Worker, config: Config) -> None:
     """The main loop of a simulator process: until drained, stopped, or its environments keep failing."""
-    simulator = Simulator(worker, config, make_hosts(config, ProcessHost))
+    with worker.long_step("starting environments"):
+        hosts = make_hosts(config, ProcessHost)
+    simulator = Simulator(worker, config, hosts)
     try:
         worker.patiently(simulator.open)
         thread = ReplyThread(Replies(worker.connect(), Keys(worker.keys.run).actions(worker.id)))
@@ -412,8 +416,8 @@ def serve(worker: Worker, config: Config) -> None:
                     break
             if not moved:
                 with worker.meter.busy("waiting"):
-                    hosts = [waitable for batch in simulator.batches for waitable in batch.host.waitables()]
-                    wait([thread.waitable, *hosts], timeout=simulator.patience_s())
+                    environments = [waitable for batch in simulator.batches for waitable in batch.host.waitables()]
+                    wait([thread.waitable, *environments], timeout=simulator.patience_s())
     finally:
         simulator.close()
 

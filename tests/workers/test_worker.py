@@ -74,6 +74,16 @@ def test_a_beat_shows_progress_and_a_sample_at_most_once_a_second(run: Run) -> N
     assert len(entries) == 1 and entries[0][1][b"batches"] == b"5" and entries[0][1][b"kind"] == b"second"
 
 
+def test_a_step_of_minutes_is_not_taken_for_a_death(run: Run) -> None:
+    run.start()
+    worker, key = run.worker("trainer"), run.keys.worker("trainer-0")
+    worker.beat()
+    with worker.long_step("warm start"):
+        assert run.client.pttl(key) > 60_000 and run.client.hget(key, "state") == b"warm start"
+    worker.beat()
+    assert 0 < run.client.pttl(key) <= 60_000
+
+
 @pytest.mark.usefixtures("quick_beats")
 def test_f55_the_desired_state_is_read_as_a_value(run: Run) -> None:
     run.start()
