@@ -101,3 +101,10 @@ def test_options_may_be_sections_like_those_of_the_config() -> None:
     with pytest.raises(InputError) as caught:
         parse_options(Kitchen, {"shelv": 1}, "environment.options")
     assert str(caught.value) == "environment.options: unknown key shelv; did you mean shelf?"
+
+
+def test_an_attached_worker_imports_only_modules_that_were_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(plugins.ALLOWED_VARIABLE, "json,other")
+    assert plugins.load_class(plugins.POLICIES, "json:JSONDecoder").__name__ == "JSONDecoder"
+    with pytest.raises(InputError, match=r"may not import; attach with --allow subprocess if you trust it"):
+        plugins.load_class(plugins.POLICIES, "subprocess:Popen")

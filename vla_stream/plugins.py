@@ -1,8 +1,13 @@
-"""Environments and policies by name: an entry point, or `module:Class`."""
+"""Environments and policies by name: an entry point, or `module:Class`.
+
+The config of an attached worker comes from Redis, where others may write: it imports entry points, and of modules only
+those that whoever attached it named with --allow.
+"""
 
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -15,12 +20,19 @@ from vla_stream.errors import InputError
 
 ENVIRONMENTS = "vla_stream.environments"
 POLICIES = "vla_stream.policies"
+ALLOWED_VARIABLE = "VLA_STREAM_ALLOW"  # comma-separated modules; unset: any, since the config is this host's own
 
 
 def load_class(group: str, name: str) -> Any:
     """The class behind `name` in an entry-point group, or behind `module:Class`. Raises InputError."""
     if ":" in name:
         module, _, attribute = name.partition(":")
+        allowed = os.environ.get(ALLOWED_VARIABLE)
+        if allowed is not None and module not in allowed.split(","):
+            raise InputError(
+                f"{name}: the run's config asks for the module {module}, which this worker may not import; "
+                f"attach with --allow {module} if you trust it"
+            )
         try:
             return getattr(import_module(module), attribute)
         except (ImportError, AttributeError, ValueError, TypeError) as exc:

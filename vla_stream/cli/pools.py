@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,9 +26,11 @@ STILL_WAITING_S = 60.0
 
 
 def pool_options(command: Command) -> Command:
-    """-n and --device on top of the options of a target."""
+    """-n, --device and --allow on top of the options of a target."""
     device_help = "Devices to spread them over, for example cuda:0,cuda:1; default: as the run's config says."
     decorated: Any = click.option("--device", "devices", metavar="LIST", default="", help=device_help)(command)
+    allow_help = "A module that the run's config may name as module:Class; may be given several times."
+    decorated = click.option("--allow", "allowed", metavar="MODULE", multiple=True, help=allow_help)(decorated)
     number = click.option(
         "-n", "count", type=click.IntRange(min=1), default=1, show_default=True, help="How many processes."
     )
@@ -36,25 +39,25 @@ def pool_options(command: Command) -> Command:
 
 @click.command()
 @pool_options
-def simulators(target: Target, count: int, devices: str) -> None:
+def simulators(target: Target, count: int, devices: str, allowed: tuple[str, ...]) -> None:
     """Attach simulators; their environments' shapes must be those of the run. Ctrl-C drains these only."""
-    _attach("simulator", target, count, devices)
+    _attach("simulator", target, count, devices, allowed)
 
 
 @click.command()
 @pool_options
-def generators(target: Target, count: int, devices: str) -> None:
+def generators(target: Target, count: int, devices: str, allowed: tuple[str, ...]) -> None:
     """Attach generators. Ctrl-C drains these only."""
-    _attach("generator", target, count, devices)
+    _attach("generator", target, count, devices, allowed)
 
 
 @click.command()
 @pool_options
-def trainers(target: Target, count: int, devices: str) -> None:
+def trainers(target: Target, count: int, devices: str, allowed: tuple[str, ...]) -> None:
     """Attach the trainer to a run that has none; it goes on from the newest checkpoint in the run's folder here."""
     if count != 1:
         raise InputError(f"trainers: -n is {count}, expected 1; this release trains in one process")
-    _attach("trainer", target, count, devices)
+    _attach("trainer", target, count, devices, allowed)
 
 
 def split_devices(text: str) -> list[str]:
@@ -70,7 +73,8 @@ def split_devices(text: str) -> list[str]:
     return devices
 
 
-def _attach(role: str, target: Target, count: int, devices: str) -> None:
+def _attach(role: str, target: Target, count: int, devices: str, allowed: tuple[str, ...]) -> None:
+    from vla_stream import plugins
     from vla_stream.broker.lanes import shm_folder
     from vla_stream.cli.signals import Signals
     from vla_stream.config import Config
@@ -79,6 +83,7 @@ def _attach(role: str, target: Target, count: int, devices: str) -> None:
     from workers.supervisor import Supervisor
 
     spread = split_devices(devices)
+    os.environ[plugins.ALLOWED_VARIABLE] = ",".join(allowed)  # for the workers, which inherit it
     with connected(target.url) as client:
         flow = Flow(client, Keys(target.run))
         config = Config.model_validate_json(flow.config_json())
