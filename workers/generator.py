@@ -7,6 +7,7 @@ stages one after the other, for `--inline`.
 
 from __future__ import annotations
 
+import bdb
 import contextlib
 import os
 import sys
@@ -70,6 +71,8 @@ class Generator:
         try:
             with self.worker.meter.busy("infer"):
                 act = self.policy.act(batch.observations, keys)
+        except bdb.BdbQuit:
+            raise  # a person at a breakpoint has seen enough
         except Exception as exc:
             # The policy is someone else's code, and what it failed at may be one request among good ones (F16).
             return self._infer_one_by_one(batch, exc)

@@ -87,6 +87,7 @@ class Simulator:
         self._next_permit_s = 0.0
         self._permit_wait_s = FIRST_PERMIT_WAIT_S
         self._next_renewal_s = 0.0
+        self._generation = ""
 
     @property
     def idle(self) -> bool:
@@ -333,6 +334,9 @@ class Simulator:
 
     def _renew_and_ask_again(self) -> None:
         now_s = time.monotonic()
+        if self.worker.generation != self._generation:
+            # The server lost everything: permits, outstanding requests and our stream. Find out now, not a lease later.
+            self._generation, self._next_renewal_s = self.worker.generation, 0.0
         if now_s < self._next_renewal_s:
             return
         active = {s.permit.member: s for b in self.batches for s in b.active if s.permit is not None}

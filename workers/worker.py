@@ -17,7 +17,19 @@ from pathlib import Path
 from typing import TypeVar
 
 from vla_stream import config as configs
-from vla_stream.broker.connection import OUT_OF_MEMORY, UNREACHABLE, Backoff, Client, check_server, connect
+from vla_stream.broker.connection import (
+    CUT_OFF,
+    OOM,
+    OUT_OF_MEMORY,
+    UNREACHABLE,
+    Backoff,
+    Client,
+    address,
+    check_server,
+    connect,
+    explain,
+    refused,
+)
 from vla_stream.broker.queue import Entry
 from vla_stream.broker.scripts import CLAIM_WORKER, RELEASE_WORKER
 from vla_stream.config import Config
@@ -33,6 +45,11 @@ TTL_S = 60.0  # longer than any single step of a healthy main loop, so that a lo
 LONG_TTL_S = 900.0  # while a model is loaded, environments start, or a warm start is made
 BLOCK_S = 1.0  # longest BLOCK of any worker's connection
 
+MEMORY_WORD_S = 30.0  # between two events of one worker about a full server
+MEMORY_STATE_S = 3.0  # longer than Backoff's longest wait
+WAITING_FOR_MEMORY = "waiting: Redis is full"
+CUT_OFF_AFTER = 2  # failures in a row of one request, before the server is suspected to refuse that request alone
+
 Answer = TypeVar("Answer")
 
 
@@ -47,12 +64,13 @@ class Worker:
         self.meter = Meter()
         self.desired: Desired = "running"
         self.update = 0
+        self.generation = ""  # of the server's life, as seen last
         self.version = 0
         self.state = "starting"
         self.device = ""
         self.progress = 0
         self._signals = 0
-        self._next_beat_s = 0.0
+        self._next_beat_s = self._next_memory_word_s = self._full_until_s = 0.0
         self._ttl_s = TTL_S
         self._started_ms = int(time.time() * 1000)
 
@@ -100,7 +118,7 @@ class Worker:
             raise Expired(f"{self.id}: another process took this worker's name over")
         state = self.flow.state()
         if state is not None:
-            self.desired, self.update = state.desired, state.update
+            self.desired, self.update, self.generation = state.desired, state.update, state.generation
         self.emit("second", self.meter.sample())
 
     @contextlib.contextmanager
@@ -122,7 +140,10 @@ class Worker:
         """An event for people, also in this worker's log."""
         print(f"{time.strftime('%H:%M:%S')} {self.id} {kind}: {sentence}", file=sys.stderr, flush=True)
         with contextlib.suppress(*UNREACHABLE, OUT_OF_MEMORY):
-            notices.say(self.client, self.keys, self.id, kind, sentence)
+            try:
+                notices.say(self.client, self.keys, self.id, kind, sentence)
+            except OUT_OF_MEMORY:
+                notices.say_although_full(self.flow.scripts, self.keys, self.id, kind, sentence)
 
     def bury(self, stream: str, entry: Entry, reason: str) -> None:
         """An entry nobody can use goes to `dead-letters`; that must not kill its reader (F16)."""
@@ -151,13 +172,36 @@ class Worker:
                     recover()
                 return call()
             except (*UNREACHABLE, OUT_OF_MEMORY) as exc:
-                if backoff.failures == 0:
-                    print(f"{self.id}: Redis: {exc}; waiting for it", file=sys.stderr, flush=True)
+                self._name_the_wait(exc, backoff.failures)
                 if self.parent is not None and orphaned(self.parent):
                     raise Expired(f"{self.id}: the process that started this worker is gone") from exc
                 if self._signals > 0:
                     return None
                 time.sleep(backoff.next_s())
+
+    def _name_the_wait(self, exc: Exception, failures: int) -> None:
+        """Nobody should have to guess what a worker waits for: its state shows it, and one event tells it."""
+        if isinstance(exc, OUT_OF_MEMORY):
+            self._wait_for_memory()
+        elif failures == 0:
+            print(f"{self.id}: Redis: {exc}; waiting for it", file=sys.stderr, flush=True)
+        elif failures == CUT_OFF_AFTER and "closed" in str(exc).lower():
+            # The server is there: then it is this request that it does not let through (F25).
+            with contextlib.suppress(*UNREACHABLE):
+                self.client.ping()
+                self.say("redis", f"Redis at {address(self.client)}: {CUT_OFF}")
+
+    def _wait_for_memory(self) -> None:
+        now_s = time.monotonic()
+        self._full_until_s = now_s + MEMORY_STATE_S
+        if now_s >= self._next_memory_word_s:
+            self._next_memory_word_s = now_s + MEMORY_WORD_S
+            self.say("memory", f"Redis at {address(self.client)}: {OOM}; {self.id} waits")
+        # What waits may be the main loop itself: it lives, and its hash must not expire.
+        if now_s >= self._next_beat_s:
+            self._next_beat_s = now_s + BEAT_S
+            with contextlib.suppress(*UNREACHABLE, OUT_OF_MEMORY):
+                self._write_hash()
 
     def _write_hash(self) -> bool:
         fields = {
@@ -166,7 +210,7 @@ class Worker:
             "pid": os.getpid(),
             "device": self.device,
             "version": self.version,
-            "state": "draining" if self.draining else self.state,
+            "state": self._shown_state(),
             "progress": self.progress,
             "started_ms": self._started_ms,
         }
@@ -175,6 +219,11 @@ class Worker:
             CLAIM_WORKER, [self.keys.worker(self.id)], [self.token, int(self._ttl_s * 1000), *flat]
         )
         return bool(answer)
+
+    def _shown_state(self) -> str:
+        if time.monotonic() < self._full_until_s:
+            return WAITING_FOR_MEMORY
+        return "draining" if self.draining else self.state
 
 
 def run_process(role: str, body: Callable[[Worker, Config], None]) -> None:
@@ -211,8 +260,12 @@ def run_process(role: str, body: Callable[[Worker, Config], None]) -> None:
     except VlaStreamError as exc:
         traceback.print_exc()
         print(f"{worker_id}: {exc}", file=sys.stderr, flush=True)
-    except Exception:
-        traceback.print_exc()
+    except Exception as exc:
+        if refused(exc):
+            print(f"{worker_id}: {explain(exc, os.environ['VLA_STREAM_REDIS'])}", file=sys.stderr, flush=True)
+            code = 2
+        else:
+            traceback.print_exc()
     sys.stderr.flush()
     # Threads that block in C (a hung device, a socket) must not keep a finished process alive.
     os._exit(code)
