@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -21,6 +23,7 @@ class Linear(nn.Module):
     """A shared linear trunk over state and mean image, a Gaussian action head with one log-std, a value head."""
 
     class Options(Section):
+        hang_once: str = Field(default="", description="A file: while it exists, remove it and hang in act.")
         loss: Literal["finite", "nan"] = Field(default="finite", description="nan: no update ever succeeds.")
 
     def __init__(self, options: Linear.Options, specification: Specification, chunk: int) -> None:
@@ -39,6 +42,9 @@ class Linear(nn.Module):
         return torch.distributions.Normal(mean, self.log_std.exp()), self.value(hidden)[:, 0]
 
     def act(self, observations: Observations, noise_keys: np.ndarray | None) -> Act:
+        if self.options.hang_once and Path(self.options.hang_once).exists():
+            Path(self.options.hang_once).unlink()
+            time.sleep(3600)
         if (observations.state == POISON).any():
             raise ValueError("a state that no policy digests")
         with torch.no_grad():

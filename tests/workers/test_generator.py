@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -276,7 +280,9 @@ def test_a_broken_connection_while_weights_arrive_loses_no_version(make: Make, m
     with pytest.raises(UNREACHABLE[0]):
         generator.weights.poll()
     monkeypatch.undo()
-    generator.weights.poll()
+    started_s = time.monotonic()
+    generator.weights.poll(block_ms=900)
+    assert time.monotonic() - started_s < 0.8, "it does not wait for another version first"
     newest = generator.weights.newest()
     assert newest is not None and newest.version == 1
 
@@ -407,6 +413,50 @@ def test_f14_a_request_is_redelivered_when_the_generator_dies_before_ack(make: M
     first, second = bench.replies()
     assert first.id == second.id and first.act is not None and second.act is not None
     assert np.array_equal(first.act.actions, second.act.actions)
+
+
+def start(run: Run) -> subprocess.Popen[bytes]:
+    """A generator process."""
+    run.flow.announce(SPECIFICATION)
+    environment = {**os.environ, "VLA_STREAM_TOKEN": "t", "VLA_STREAM_REDIS": run.url}
+    return subprocess.Popen([sys.executable, "-m", "workers.generator", run.name, "generator-7"], env=environment)
+
+
+def test_f14_a_generator_whose_device_hangs_ends_and_its_request_goes_to_another(
+    make: Make, run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    hang = tmp_path / "hang"
+    hang.touch()
+    options = {"hang_once": str(hang)}
+    bench = make(
+        policy={"name": "fake_policies:Linear", "chunk": H, "options": options},
+        generators__batch_deadline_s=0.5,
+        flow__lease_s=0.6,
+    )
+    bench.request(1)
+    hanging = start(run)
+    bench.until(lambda: not hang.exists())
+    assert hanging.wait(DEADLINE_S) == 1
+    assert "a batch is older than generators.batch_deadline_s, 0.5 s: the device hangs" in capfd.readouterr().err
+    assert bench.replies() == [] and bench.pending() == 1
+    assert len(bench.serve(bench.generator())) == 1 and bench.pending() == 0
+
+
+def test_a_generator_leaves_on_sigterm_after_it_has_answered_what_it_owns(make: Make, run: Run) -> None:
+    bench = make(generators__max_wait_ms=1500)
+    leaving = start(run)
+    bench.request(1)
+    bench.until(lambda: run.client.exists(run.keys.worker("generator-7")) and bench.waiting() and _pending(bench))
+    leaving.send_signal(signal.SIGTERM)
+    assert leaving.wait(DEADLINE_S) == 0
+    assert len(bench.replies()) == 1 and bench.waiting() == 0
+    assert not run.client.exists(run.keys.worker("generator-7"))
+
+
+def _pending(bench: Bench) -> int:
+    """0 also while there is no group yet."""
+    groups: Any = bench.run.client.xinfo_groups(bench.run.keys.obs_requests)
+    return sum(group["pending"] for group in groups)
 
 
 def test_a_generators_own_entries_are_not_served_twice_when_their_lease_passes(make: Make) -> None:
