@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from vla_stream.broker import lanes
-from vla_stream.broker.connection import OUT_OF_MEMORY, UNREACHABLE, address, connect
+from vla_stream.broker.connection import OUT_OF_MEMORY, REDIS_ERRORS, UNREACHABLE, address, connect
 from vla_stream.broker.scripts import CLAIM_WORKER, RELEASE_WORKER
 from vla_stream.broker.server import MALLOC_ENVIRONMENT
 from vla_stream.errors import InputError
@@ -349,7 +349,7 @@ class Supervisor:
         # Its name is free for others at once; if Redis does not answer, the name expires.
         if self.unreachable_since_s is not None:
             return
-        with contextlib.suppress(*UNREACHABLE):
+        with contextlib.suppress(*REDIS_ERRORS):
             self._flow.scripts.call(RELEASE_WORKER, [self.keys.worker(child.id)], [child.token])
 
     def _look_for_silence(self, now_s: float) -> list[Notice]:

@@ -172,6 +172,8 @@ class Worker:
                     recover()
                 return call()
             except (*UNREACHABLE, OUT_OF_MEMORY) as exc:
+                if refused(exc):
+                    raise
                 self._name_the_wait(exc, backoff.failures)
                 if self.parent is not None and orphaned(self.parent):
                     raise Expired(f"{self.id}: the process that started this worker is gone") from exc

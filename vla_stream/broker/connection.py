@@ -24,7 +24,10 @@ from redis.retry import Retry
 from vla_stream.errors import InputError
 
 __all__ = [
+    "CUT_OFF",
+    "OOM",
     "OUT_OF_MEMORY",
+    "REDIS_ERRORS",
     "UNREACHABLE",
     "Backoff",
     "Client",
@@ -34,6 +37,7 @@ __all__ = [
     "check_server",
     "connect",
     "explain",
+    "refused",
 ]
 
 Client = redis.Redis
@@ -41,6 +45,8 @@ Client = redis.Redis
 UNREACHABLE = (redis.ConnectionError, redis.TimeoutError)
 # What XADD and SET meet under noeviction when maxmemory is reached: producers wait, consumers drain.
 OUT_OF_MEMORY = OutOfMemoryError
+# Whatever a command may raise, for the edges: those that turn it into words, and those that clear up.
+REDIS_ERRORS = (redis.RedisError,)
 
 SCHEMES = ("redis", "rediss", "unix")
 OLDEST_VERSION = (7, 0, 0)
@@ -56,6 +62,12 @@ PROTECTED = (
     "(CONFIG SET requirepass …) and put it into the url"
 )
 FULL = "has as many clients as it takes; raise maxclients in its config (and ulimit -n), or stop some workers"
+OOM = "its memory is full (maxmemory under noeviction): nothing new is stored; raise maxmemory there, or free memory"
+CUT_OFF = (
+    "answers, but closes the connection at the same request again and again: the reply is larger than its "
+    "client-output-buffer-limit for normal clients (or the request than its client-query-buffer-limit); "
+    'raise it there, 0 0 0 is no limit: CONFIG SET client-output-buffer-limit "normal 0 0 0"'
+)
 PLAIN_PORT = "does not speak TLS there, but the url says rediss://; use redis://, or give the server's TLS port"
 TLS_PORT = "speaks TLS there, but the url says redis://; use rediss://, or give the server's plain port"
 
@@ -71,7 +83,13 @@ def connect(url: str, *, name: str, block_s: float = 0.0, margin_s: float = REPL
     _check_url(url)
 
     def greet(connection: Any) -> None:
-        connection.on_connect()
+        # No CLIENT SETINFO: an ACL file of Redis 7.0 cannot even name it, and where it is refused it fills ACL LOG.
+        connection.driver_info = connection.lib_name = connection.lib_version = None
+        try:
+            connection.on_connect()
+        except AuthenticationError as exc:
+            # redis-py counts this among broken connections; but waiting does not help.
+            raise NoPermissionError(str(exc)) from exc
         try:
             connection.send_command("CLIENT", "SETNAME", re.sub(r"[^!-~]", "_", name))
             connection.read_response()
@@ -121,6 +139,11 @@ def check_server(client: Client) -> tuple[int, ...] | None:
 def explain(exc: BaseException, url: str) -> InputError:
     """The one line that tells a person what is wrong with `url` and what to do. It never holds the password."""
     return InputError(f"Redis at {_without_secrets(url)}: {_diagnosis(exc, url)}")
+
+
+def refused(exc: BaseException) -> bool:
+    """Whether the server knows us and says no, by password or ACL: waiting for it does not help."""
+    return isinstance(exc, NoPermissionError | AuthenticationError) or (isinstance(exc, ResponseError) and _acl_in_script(str(exc)))
 
 
 def address(client: Client) -> str:
@@ -251,20 +274,27 @@ def _diagnosis(exc: BaseException, url: str) -> str:
     return f"{type(exc).__name__}: {shown}; see the server's log"
 
 
+def _acl_in_script(text: str) -> bool:
+    # Inside a script the refusal comes without its code: since 7.2 by the first text, in 7.0 by the second.
+    return "ACL failure in script" in text or "user executing the script can't" in text
+
+
 def _refusal(causes: list[BaseException], text: str) -> str | None:
     if "protected mode" in text:
         return PROTECTED
     if "max number of clients" in text:
         return FULL
-    if any(isinstance(cause, NoPermissionError) for cause in causes):
-        reason = " ".join(str(causes[0]).split())
-        return f"its ACL refuses this user: {reason}; grant it with ACL SETUSER (the run's keys are ~vla:*)"
+    if any(isinstance(cause, OutOfMemoryError) for cause in causes):
+        return OOM
     if "Authentication required" in text or "NOAUTH" in text:
         return "asks for a password and got none; put it into the url, redis://:password@host:port/0"
     if "without any password configured" in text:
         return "has no password, but the url holds one; take it out of the url, or set requirepass there"
     if any(isinstance(cause, AuthenticationError) for cause in causes) or "WRONGPASS" in text:
         return "wrong user name or password; put the right ones into the url, redis://user:password@host:port/0"
+    if any(refused(cause) for cause in causes):
+        reason = " ".join(str(causes[0]).split())
+        return f"its ACL refuses this user: {reason}; grant it with ACL SETUSER (the run's keys are ~vla:*)"
     if "DB index" in text:
         return "has no database of the number at the url's end; use /0"
     return None
@@ -312,7 +342,7 @@ def _wrong_protocol(causes: list[BaseException], text: str, url: str) -> str | N
     if garbled:
         return "answers, but not in Redis's protocol; check the port"
     if closed:
-        return "closed the connection at once; see its log"
+        return "closed the connection; see its log (a reply above its client-output-buffer-limit is one reason)"
     return "no answer in time; see whether the server is overloaded or a firewall drops the packets"
 
 

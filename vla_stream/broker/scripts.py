@@ -118,6 +118,15 @@ return redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
     frees_memory=True,
 )
 
+ADD_EVENT = Script(
+    "add_event",
+    """
+-- KEYS events | ARGV kept field value… ; a sentence for people gets through to a full server.
+return redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[1], '*', unpack(ARGV, 2))
+""",
+    frees_memory=True,
+)
+
 CREATE_RUN = Script(
     "create_run",
     """

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-from vla_stream.broker.connection import OUT_OF_MEMORY, UNREACHABLE, Client, check_server, connect
+from vla_stream.broker.connection import OUT_OF_MEMORY, REDIS_ERRORS, UNREACHABLE, Client, check_server, connect
 from vla_stream.broker.lanes import shm_folder
 from vla_stream.broker.scripts import CLAIM_WORKER, RELEASE_WORKER
 from vla_stream.broker.server import EmbeddedServer
@@ -287,7 +287,7 @@ class Launch:
             steps.append(self._janitor.close)
         steps.append(self.client.close)
         for step in steps:
-            with contextlib.suppress(*UNREACHABLE, OUT_OF_MEMORY):
+            with contextlib.suppress(*REDIS_ERRORS):
                 step()
 
     def _let_others_leave(self) -> None:

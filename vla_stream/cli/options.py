@@ -92,15 +92,25 @@ def follow_launcher() -> None:
 
 
 @contextlib.contextmanager
+def explained(url: str) -> Iterator[None]:
+    """Whatever Redis says in the body goes to the person in one line (InputError)."""
+    from vla_stream.broker.connection import REDIS_ERRORS, explain
+
+    try:
+        yield
+    except REDIS_ERRORS as exc:
+        raise explain(exc, url) from exc
+
+
+@contextlib.contextmanager
 def connected(url: str, *, name: str = "vla-stream-cli", block_s: float = 0.0) -> Iterator[Client]:
     """A checked connection; whatever Redis says goes to the person in one line (InputError)."""
-    from vla_stream.broker.connection import UNREACHABLE, ResponseError, check_server, connect, explain
+    from vla_stream.broker.connection import check_server, connect
 
     client = connect(url, name=name, block_s=block_s)
     try:
-        check_server(client)
-        yield client
-    except (*UNREACHABLE, ResponseError) as exc:
-        raise explain(exc, url) from exc
+        with explained(url):
+            check_server(client)
+            yield client
     finally:
         client.close()

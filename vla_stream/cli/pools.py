@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
-from vla_stream.cli.options import Target, connected, target_options
+from vla_stream.cli.options import Target, connected, explained, target_options
 from vla_stream.errors import InputError, RunFailed
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def _attach(role: str, target: Target, count: int, devices: str, allowed: tuple[
         state = flow.state()
         if state is None or state.desired in ("draining", "stopped"):
             raise InputError(f"run {target.run}: is ending, expected one that goes on; nothing is attached")
-    with Signals() as signals:
+    with Signals() as signals, explained(target.url):
         supervisor = Supervisor(
             target.url,
             target.run,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from vla_stream.cli.options import URL_VARIABLE, config_options, connected
+from vla_stream.cli.options import URL_VARIABLE, config_options, connected, explained
 from vla_stream.errors import RunFailed
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def _session(folder: RunFolder, url: str | None, display: Display, again: str, *
     config, run_dir = folder.config, folder.path
     began_s = time.monotonic()
     with Signals() as signals, server_for(url, folder.logs) as (where, server):
-        with Launch(config, run_dir, where, server, signals, display, resume=resume) as launch:
+        with explained(where), Launch(config, run_dir, where, server, signals, display, resume=resume) as launch:
             folder.write_url(where)
             display.tell(
                 f"run {config.name}: {config.updates} updates, {config.policy.name} on {config.environment.name}"

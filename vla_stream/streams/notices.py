@@ -7,6 +7,7 @@ from typing import Any
 
 from vla_stream.broker.connection import Client
 from vla_stream.broker.queue import Entry
+from vla_stream.broker.scripts import ADD_EVENT, Scripts
 from vla_stream.streams.keys import Keys
 
 EVENTS_KEPT = 5000
@@ -19,6 +20,11 @@ def say(client: Client, keys: Keys, worker: str, kind: str, sentence: str) -> No
     """One event. kind: a word to filter by (started, lost, refused, poison, …)."""
     fields: dict[Any, Any] = {"worker": worker, "kind": kind, "text": sentence[:2000]}
     client.xadd(keys.events, fields, maxlen=EVENTS_KEPT, approximate=True)
+
+
+def say_although_full(scripts: Scripts, keys: Keys, worker: str, kind: str, sentence: str) -> None:
+    """The same on a server whose memory is full (F23), which is just when people need to hear of it."""
+    scripts.call(ADD_EVENT, [keys.events], [EVENTS_KEPT, "worker", worker, "kind", kind, "text", sentence[:2000]])
 
 
 def sample(client: Client, keys: Keys, worker: str, role: str, kind: str, numbers: Mapping[str, float]) -> None:
