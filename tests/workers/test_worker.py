@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from live_run import Run
 
-from vla_stream.broker.connection import UNREACHABLE, connect
+from vla_stream.broker.connection import UNREACHABLE, Client, connect
 from vla_stream.broker.server import EmbeddedServer
 from vla_stream.errors import Expired, InputError
 from workers import worker as worker_module
@@ -214,14 +214,22 @@ def test_the_reply_thread_wakes_whoever_waits_and_keeps_the_order(run: Run) -> N
     assert found == [b"0", b"1", b"2"]
 
 
+def _milliseconds(client: Client) -> int:
+    seconds, micros = client.time()
+    return int(seconds) * 1000 + int(micros) // 1000
+
+
 def test_f11_the_reply_thread_survives_a_flush(tmp_path: Path) -> None:
     with EmbeddedServer.start(tmp_path) as server, contextlib.closing(connect(server.url, name="test")) as client:
         replies = Replies(client, "vla:{x}:actions:simulator-0")
         replies.open()
         thread = ReplyThread(Replies(connect(server.url, name="reader", block_s=1.0), replies.stream))
-        client.xadd(replies.stream, {"n": 1})
+        entry: Any = client.xadd(replies.stream, {"n": 1})
+        first = int(entry.partition(b"-")[0])
         found: list[bytes] = []
         until(lambda: found.extend(entry.fields[b"n"] for entry in thread.drain()) or found)
+        # A stream made anew begins its ids anew: in the same millisecond it would give the same id again.
+        until(lambda: _milliseconds(client) > first)
         client.flushall()
         assert not replies.renew(), "the simulator sees that it has to open it again"
         replies.open()
