@@ -17,19 +17,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from vla_stream import config as configs
-from vla_stream.broker.connection import (
-    CUT_OFF,
-    OOM,
-    OUT_OF_MEMORY,
-    UNREACHABLE,
-    Backoff,
-    Client,
-    address,
-    check_server,
-    connect,
-    explain,
-    refused,
-)
+from vla_stream.broker.complaints import CUT_OFF, OOM, explain, refused, was_cut
+from vla_stream.broker.connection import OUT_OF_MEMORY, UNREACHABLE, Backoff, Client, address, check_server, connect
 from vla_stream.broker.queue import Entry
 from vla_stream.broker.scripts import CLAIM_WORKER, RELEASE_WORKER
 from vla_stream.config import Config
@@ -187,7 +176,7 @@ class Worker:
             self._wait_for_memory()
         elif failures == 0:
             print(f"{self.id}: Redis: {exc}; waiting for it", file=sys.stderr, flush=True)
-        elif failures == CUT_OFF_AFTER and "closed" in str(exc).lower():
+        elif failures == CUT_OFF_AFTER and was_cut(exc):
             # The server is there: then it is this request that it does not let through (F25).
             with contextlib.suppress(*UNREACHABLE):
                 self.client.ping()

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import redis
 
+from vla_stream.broker.complaints import explain
 from vla_stream.broker.connection import (
     OUT_OF_MEMORY,
     UNREACHABLE,
@@ -23,7 +24,6 @@ from vla_stream.broker.connection import (
     address,
     check_server,
     connect,
-    explain,
 )
 from vla_stream.broker.server import EmbeddedServer
 from vla_stream.errors import InputError

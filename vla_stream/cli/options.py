@@ -94,7 +94,8 @@ def follow_launcher() -> None:
 @contextlib.contextmanager
 def explained(url: str) -> Iterator[None]:
     """Whatever Redis says in the body goes to the person in one line (InputError)."""
-    from vla_stream.broker.connection import REDIS_ERRORS, explain
+    from vla_stream.broker.complaints import explain
+    from vla_stream.broker.connection import REDIS_ERRORS
 
     try:
         yield
