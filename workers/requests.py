@@ -10,10 +10,10 @@ import numpy as np
 
 from vla_stream import seeds
 from vla_stream.batching import Batcher, padded_size
-from vla_stream.broker.connection import Client, ServerClock
+from vla_stream.broker.connection import OUT_OF_MEMORY, Client, ServerClock
 from vla_stream.broker.lanes import PayloadReader, shm_folder
 from vla_stream.broker.queue import Entry, WorkQueue
-from vla_stream.broker.scripts import Scripts
+from vla_stream.broker.scripts import ANSWER, Scripts
 from vla_stream.config import Config
 from vla_stream.environments.protocol import Observations
 from vla_stream.errors import BadMessage, PayloadUnreachable
@@ -174,6 +174,13 @@ class Answerer:
         """One round trip. Replies to a simulator that is gone are not added (NOMKSTREAM), their requests are done."""
         if not answers:
             return
+        try:
+            self._send_at_once(answers)
+        except OUT_OF_MEMORY:
+            self._send_although_full(answers)
+        self.worker.progress += len(answers)
+
+    def _send_at_once(self, answers: Answers) -> None:
         # One transaction: when memory is full the reply is refused, and then the request must not be gone either (F23).
         with self.client.pipeline(transaction=True) as pipe:
             for _, reply in answers:
@@ -181,7 +188,12 @@ class Answerer:
                 pipe.xadd(stream, reply.to_fields(), nomkstream=True)  # type: ignore[arg-type]
             self.queue.queue_done(pipe, [entry.id for entry, _ in answers])
             pipe.execute()
-        self.worker.progress += len(answers)
+
+    def _send_although_full(self, answers: Answers) -> None:
+        for entry, reply in answers:
+            keys = [self.worker.keys.actions(reply.id.simulator), self.queue.stream]
+            fields = [item for pair in reply.to_fields().items() for item in pair]
+            self.queue.scripts.call(ANSWER, keys, [self.queue.group, entry.id, *fields])
 
 
 def _shape(entry: Entry, request: ObsRequest, observations: Observations) -> Hashable:

@@ -134,10 +134,11 @@ def test_f33_a_permission_that_is_withdrawn_ends_a_worker_with_one_line(
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.parametrize("lane", ["inline", "redis"])
 def test_f23_a_full_server_is_waited_for_visibly_drained_and_the_run_goes_on_when_there_is_room_again(
-    own_run: Run, processes: Processes, admin: Client
+    own_run: Run, processes: Processes, admin: Client, lane: str
 ) -> None:
-    own_run.start(updates=1000, trainer__checkpoint_every=1000)
+    own_run.start(updates=1000, trainer__checkpoint_every=1000, broker={"lane": lane, "inline_below_bytes": 0})
 
     def update() -> int:
         state = own_run.flow.state()

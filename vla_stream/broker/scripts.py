@@ -118,6 +118,18 @@ return redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
     frees_memory=True,
 )
 
+ANSWER = Script(
+    "answer",
+    """
+-- KEYS actions requests | ARGV group entry field value… ; a reply and the end of its request, on a full server too:
+-- the simulator that waits for it can then finish its segment, and what a segment holds is freed.
+redis.call('XADD', KEYS[1], 'NOMKSTREAM', '*', unpack(ARGV, 3))
+redis.call('XACK', KEYS[2], ARGV[1], ARGV[2])
+return redis.call('XDEL', KEYS[2], ARGV[2])
+""",
+    frees_memory=True,
+)
+
 ADD_EVENT = Script(
     "add_event",
     """
