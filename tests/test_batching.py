@@ -53,7 +53,6 @@ def test_a_batch_is_sent_when_its_oldest_request_reaches_the_age() -> None:
 
 def test_an_older_request_that_arrives_later_makes_the_batch_due() -> None:
     waiting = batcher(("young", 1, 100.0), ("taken over from a dead generator", 1, 3.0))
-    assert waiting.wait_ms(now_ms=101.0) == 0.0
     assert waiting.take(now_ms=101.0) == ["young", "taken over from a dead generator"]
 
 
@@ -80,17 +79,6 @@ def test_of_two_due_batches_the_one_with_the_oldest_request_goes_first() -> None
     waiting = batcher(("a", 8, 3.0))
     waiting.add("large", 8, LARGE, 2.0)
     assert [waiting.take(now_ms=3.0) for _ in range(3)] == [["large"], ["a"], []]
-
-
-def test_the_time_to_wait_is_that_until_the_next_batch_is_due() -> None:
-    waiting = batcher()
-    assert waiting.wait_ms(now_ms=0.0) is None
-    waiting.add("a", 1, SMALL, 10.0)
-    waiting.add("large", 1, LARGE, 8.0)
-    assert waiting.wait_ms(now_ms=11.0) == 2.0
-    assert waiting.wait_ms(now_ms=13.0) == 0.0
-    waiting.add("b", 8, SMALL, 11.0)
-    assert waiting.wait_ms(now_ms=11.0) == 0.0
 
 
 def test_missing_rows_are_those_that_the_fullest_batch_still_takes() -> None:
@@ -155,12 +143,10 @@ def test_no_batch_is_too_large_early_mixed_or_out_of_order_and_nothing_is_lost(
         waiting.add(number, min(rows, max_rows), shape, now_ms - age_ms)
         while drain and (batch := waiting.take(now_ms)):
             check(batch)
-        if drain:
-            assert waiting.wait_ms(now_ms) != 0.0
         assert len(waiting) == len(requests) - sum(len(items) for items in sent.values())
     now_ms += max_wait_ms
     while batch := waiting.take(now_ms):
         check(batch)
-    assert (len(waiting), waiting.rows, waiting.wait_ms(now_ms)) == (0, 0, None)
+    assert (len(waiting), waiting.rows) == (0, 0)
     for shape in "xyz":
         assert sent[shape] == [item for item, (_, other, _) in requests.items() if other == shape]

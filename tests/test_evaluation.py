@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from pydantic import BaseModel
 
+from vla_stream.cli.evaluate import word_replacement
 from vla_stream.environments.protocol import Observations, Specification, StepResult
-from vla_stream.environments.tabletop import Tabletop, other_colour
+from vla_stream.environments.tabletop import Tabletop
 from vla_stream.evaluation import evaluate, mcnemar, wilson_interval
 from vla_stream.policies.protocol import Act
 
@@ -130,6 +131,7 @@ class Knowing(Recorder):
 def test_a_policy_that_obeys_the_words_succeeds_with_the_right_colour_and_never_with_the_wrong_one() -> None:
     batch = Tabletop(8, 40, Tabletop.Options())
     assert evaluate(Knowing(batch), batch, 1, range(12)).success.all()
+    other_colour = word_replacement("red=green,green=blue,blue=red")
     assert not evaluate(Knowing(batch), batch, 1, range(12), other_colour).success.any()
 
 

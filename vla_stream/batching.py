@@ -60,15 +60,6 @@ class Batcher(Generic[Item]):
             del self._waiting[shape]
         return batch
 
-    def wait_ms(self, now_ms: float) -> float | None:
-        """Time until the next batch is due by age; 0 when one is due now; None when nothing waits."""
-        if not self._waiting:
-            return None
-        if any(self._is_due(group, now_ms) for group in self._waiting.values()):
-            return 0.0
-        oldest = min(_oldest_ms(group) for group in self._waiting.values())
-        return max(0.0, oldest + self.max_wait_ms - now_ms)
-
     def missing_rows(self) -> int:
         """Rows that the fullest batch still takes; 0: it is full, and more would only be kept from other generators."""
         fullest = max((sum(w.rows for w in group) for group in self._waiting.values()), default=0)

@@ -103,7 +103,6 @@ class Flow:
             "epoch": 0,
             "next_ticket": 0,
             "hold_until_ms": 0,
-            "target_updates": config.updates,
             "generation": secrets.token_hex(8),
         }
         if last is not None:

@@ -17,12 +17,10 @@ import traceback
 from collections.abc import Callable
 from queue import Empty, Full, Queue
 
-import numpy as np
 import torch
 
 from vla_stream.broker.connection import Client
 from vla_stream.config import Config
-from vla_stream.environments.protocol import Observations
 from vla_stream.errors import RunFailed
 from vla_stream.policies.protocol import Act, Policy
 from vla_stream.streams.actions import ActionReply
@@ -220,12 +218,6 @@ class Stages:
 def _cut(act: Act, start: int, stop: int) -> Act:
     extras = {name: array[start:stop] for name, array in act.extras.items()}
     return Act(act.actions[start:stop], act.logprobs[start:stop], act.values[start:stop], extras)
-
-
-def warm_up(policy: Policy, config: Config, observations: Observations) -> None:
-    """Run each padded batch size once, so that the first requests do not pay for allocation and compilation."""
-    for size in {*config.generators.padded_sizes, config.generators.max_batch_size}:
-        policy.act(observations.take(np.zeros(size, dtype=np.int64)), np.zeros(size, dtype=np.uint64))
 
 
 def serve(worker: Worker, config: Config) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
 from urllib.parse import urlsplit
 
 from vla_stream.broker.lanes import Lane, RedisLane, ShmLane, shm_folder, shm_usable
@@ -15,13 +14,13 @@ BLOB_LIFETIME_S = 3600.0
 
 def choose_lane(config: Config, worker: Worker) -> Lane | None:
     """The lane for observations too large to go inline; None keeps everything inline."""
-    wanted: Literal["auto", "inline", "shm", "redis"] = config.broker.lane
+    wanted = config.broker.lane
     redis_lane = lane_through_redis(worker)
     if wanted == "inline":
         return None
     if wanted == "redis":
         return redis_lane
-    reason = shm_usable(0)
+    reason = shm_usable()
     if wanted == "auto" and reason is None and not is_local(worker.url):
         reason = "the server may be on another host"
     if reason is None:

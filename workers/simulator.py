@@ -21,7 +21,6 @@ from vla_stream.config import Config
 from vla_stream.environments.protocol import Observations
 from vla_stream.errors import BadMessage, EnvironmentFailed, Expired, PayloadUnreachable
 from vla_stream.streams.actions import ActionReply
-from vla_stream.streams.keys import Keys
 from vla_stream.streams.obs_requests import ObsRequest
 from workers.environment_host import Host, Outcome, ProcessHost
 from workers.lane_choice import choose_lane, lane_through_redis
@@ -92,11 +91,7 @@ class Simulator:
     @property
     def idle(self) -> bool:
         """Nothing in flight: a drained simulator may end."""
-        return all(slot.state is State.IDLE for batch in self.batches for slot in batch.slots) and not self.host_busy
-
-    @property
-    def host_busy(self) -> bool:
-        return any(batch.host.busy for batch in self.batches)
+        return not any(batch.active or batch.host.busy for batch in self.batches)
 
     def open(self) -> None:
         """Announce the shapes and open the reply stream. Raises InputError on other shapes than the run's."""
@@ -404,7 +399,7 @@ def serve(worker: Worker, config: Config) -> None:
     simulator = Simulator(worker, config, hosts)
     try:
         worker.patiently(simulator.open)
-        thread = ReplyThread(Replies(worker.connect(), Keys(worker.keys.run).actions(worker.id)))
+        thread = ReplyThread(Replies(worker.connect(), simulator.replies.stream))
         drain_until_s: float | None = None
 
         def work() -> bool:

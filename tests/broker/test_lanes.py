@@ -224,11 +224,13 @@ def test_shm_folders_of_two_servers_or_two_runs_differ() -> None:
 
 def test_f28_shm_that_is_too_small_or_missing_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(lanes, "SHM_ROOT", tmp_path)
-    monkeypatch.setattr(lanes.shutil, "disk_usage", lambda _: SimpleNamespace(free=100 << 20))
-    assert shm_usable(36 << 20) is None
-    assert shm_usable((36 << 20) + 1) == f"{tmp_path} has 100 MiB free, this run may need 100 MiB"
+    free = SimpleNamespace(free=64 << 20)
+    monkeypatch.setattr(lanes.shutil, "disk_usage", lambda _: free)
+    assert shm_usable() is None
+    free.free -= 1
+    assert shm_usable() == f"{tmp_path} has 63 MiB free, a run needs 64 MiB"
     monkeypatch.setattr(lanes, "SHM_ROOT", tmp_path / "none")
-    assert shm_usable(0) == f"{tmp_path / 'none'} is not a writable folder"
+    assert shm_usable() == f"{tmp_path / 'none'} is not a writable folder"
 
 
 # ---- redis

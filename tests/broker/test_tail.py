@@ -34,15 +34,6 @@ def test_a_reader_may_skip_what_is_there_already(client: Client, stream: str) ->
     assert [entry.id for entry in tail.read(5)] == later
 
 
-def test_the_newest_entry_wins_and_reading_goes_on_after_it(client: Client, stream: str) -> None:
-    tail = Tail(client, stream)
-    assert tail.newest() is None
-    added = add(client, stream, 3)
-    newest = tail.newest()
-    assert newest is not None and newest.id == added[-1]
-    assert tail.read(5) == []
-
-
 @pytest.mark.parametrize("block_ms", [None, 0, 1])
 def test_an_empty_or_missing_stream_is_no_error_and_does_not_hold_the_reader(
     block_ms: int | None, client: Client, stream: str

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from vla_stream.environments.protocol import EnvironmentBatch, Expert, Grounding, Observations
-from vla_stream.environments.tabletop import CAMERA, COLOURS, IMAGE_SIZE, Delay, Tabletop, other_colour
+from vla_stream.environments.tabletop import CAMERA, COLOURS, IMAGE_SIZE, Delay, Tabletop
 from vla_stream.errors import EnvironmentFailed, InputError
 from vla_stream.plugins import parse_options
 
@@ -277,11 +277,6 @@ def test_a_plain_number_is_the_mean_of_the_delay_and_nonsense_is_an_error() -> N
     for wrong in ({"step_delay_ms": -1}, {"step_delay_ms": "slow"}, {"step_delay_ms": {"men": 2}}, {"shapping": 1}):
         with pytest.raises(InputError, match=r"^environment\.options"):
             parse_options(Tabletop, wrong, "environment.options")
-
-
-def test_other_colour_changes_the_colour_and_nothing_else() -> None:
-    assert other_colour("touch the red cube, nothing else") == "touch the green cube, nothing else"
-    assert other_colour("touch the blue cube, nothing else") == "touch the red cube, nothing else"
 
 
 def test_close_may_be_called_twice() -> None:

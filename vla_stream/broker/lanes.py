@@ -56,7 +56,7 @@ def segment_name(ticket: int, attempt: int) -> str:
 
 
 def shm_folder(run: str, server: str) -> Path:
-    """Private folder of one run on this host; `server` (its run id or URL) tells runs of one name apart."""
+    """Private folder of one run on this host; `server` (its URL) tells runs of one name apart."""
     return SHM_ROOT / f"vla-stream-{os.getuid()}-{run}-{digest_of(server.encode())[:8]}"
 
 
@@ -132,7 +132,7 @@ class RedisLane:
         self.client.unlink(self.key_of(segment))
 
     def release(self, segment: str) -> None:
-        """The segment is published: from now on its trainer renews it."""
+        """The segment is published: its readers have another lifetime for it."""
         self.renew(segment)
 
 
@@ -189,13 +189,13 @@ def parse_reference(reference: str) -> tuple[str, str, int, int, str]:
     return match[1], match[2], int(match[3]), int(match[4]), match[5]
 
 
-def shm_usable(need_bytes: int) -> str | None:
-    """None when /dev/shm can hold `need_bytes`, else the reason why not."""
+def shm_usable() -> str | None:
+    """None when /dev/shm can hold a run's segments, else the reason why not."""
     if not SHM_ROOT.is_dir() or not stat.S_ISDIR(SHM_ROOT.stat().st_mode) or not os.access(SHM_ROOT, os.W_OK):
         return f"{SHM_ROOT} is not a writable folder"
     free = shutil.disk_usage(SHM_ROOT).free
-    if free < need_bytes + MIN_FREE_BYTES:
-        return f"{SHM_ROOT} has {free >> 20} MiB free, this run may need {(need_bytes + MIN_FREE_BYTES) >> 20} MiB"
+    if free < MIN_FREE_BYTES:
+        return f"{SHM_ROOT} has {free >> 20} MiB free, a run needs {MIN_FREE_BYTES >> 20} MiB"
     return None
 
 

@@ -151,9 +151,7 @@ def to_entries(reply: Any) -> list[Entry]:
     """The entries of the one stream in a reply of XREAD or XREADGROUP."""
     if not reply:
         return []
-    items = next(iter(reply.values())) if isinstance(reply, dict) else reply[0][1]
-    if items and isinstance(items[0], list) and items[0] and isinstance(items[0][0], (tuple, list)):
-        items = items[0]  # RESP3 wraps the entries of a stream once more
+    ((_, items),) = reply
     return [to_entry(item) for item in items]
 
 

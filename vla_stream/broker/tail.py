@@ -14,7 +14,10 @@ class Tail:
 
     def __init__(self, client: Client, stream: str, start: str = "0") -> None:
         self.client, self.stream = client, stream
-        self._last = start if start != "$" else self._newest_id()
+        if start == "$":
+            newest = newest_entries(client, stream, 1)
+            start = newest[0].id if newest else "0"
+        self._last = start
 
     def read(self, count: int, block_ms: int | None = None) -> list[Entry]:
         """Up to `count` entries after the last one read. block_ms None or 0: do not wait."""
@@ -24,22 +27,10 @@ class Tail:
             self._last = entries[-1].id
         return entries
 
-    def newest(self) -> Entry | None:
-        """The newest entry, wherever this reader is; reading goes on after it."""
-        reply: Any = self.client.xrevrange(self.stream, count=1)
-        entry = to_entry(reply[0]) if reply else None
-        if entry is not None:
-            self._last = entry.id
-        return entry
-
     def delete(self, entries: Sequence[Entry]) -> None:
         """Remove what was consumed: there is no group that keeps it for others."""
         if entries:
             self.client.xdel(self.stream, *[entry.id for entry in entries])
-
-    def _newest_id(self) -> str:
-        reply: Any = self.client.xrevrange(self.stream, count=1)
-        return to_entry(reply[0]).id if reply else "0"
 
 
 def newest_entries(client: Client, stream: str, count: int) -> list[Entry]:

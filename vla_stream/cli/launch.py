@@ -24,7 +24,7 @@ from vla_stream.cli.signals import Signals
 from vla_stream.config import Config
 from vla_stream.environments.protocol import Specification
 from vla_stream.errors import InputError, RunFailed
-from vla_stream.flow import Flow, FlowState
+from vla_stream.flow import Desired, Flow, FlowState
 from vla_stream.streams import presence
 from vla_stream.streams.keys import Keys
 from workers.janitor import Janitor
@@ -78,7 +78,6 @@ class Launch:
         self._janitor: Janitor | None = None
         self._token = secrets.token_hex(8)
         self._metrics = MetricsFile(self.client, self.keys, run_dir / METRICS_FILE)
-        self._events = Tail(self.client, self.keys.events)
         self._told: deque[str] = deque(maxlen=200)
         self._event_times: dict[str, float] = {}
         self._next_beat_s = 0.0
@@ -94,7 +93,7 @@ class Launch:
             self._claim()
             # Ours alone from here on: no other launcher has this run on this server.
             self._janitor = Janitor(self._shm)
-            self._events.newest()
+            self._events = Tail(self.client, self.keys.events, "$")
         except BaseException:
             self._clear_up()
             raise
@@ -197,7 +196,7 @@ class Launch:
         with contextlib.suppress(*UNREACHABLE):
             self.progress.add(self._metrics.read())
 
-    def desire(self, desired: Literal["running", "paused", "draining", "stopped"]) -> None:
+    def desire(self, desired: Desired) -> None:
         with contextlib.suppress(*UNREACHABLE, OUT_OF_MEMORY):
             self.flow.set_desired(desired, by="vla-stream run")
 

@@ -290,13 +290,6 @@ class Tabletop:
         return float(np.linalg.norm(self._cube(row) - self._tip(self._data[row])))
 
 
-def other_colour(instruction: str) -> str:
-    """The same sentence with the next colour: the probe for a policy that does not listen."""
-    names = list(COLOURS)
-    words = instruction.split()
-    return " ".join(names[(names.index(word) + 1) % len(names)] if word in COLOURS else word for word in words)
-
-
 class _Renderer:
     """One ray per pixel from the fixed camera; the nearest body's colour."""
 
