@@ -6,7 +6,6 @@ The example throughout is B = 4 segments per update.
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -106,19 +105,19 @@ def outcomes(flow: Flow) -> dict[str, int]:
 
 
 def test_f50_a_second_run_of_the_same_name_is_refused_and_changes_nothing(flow: Flow) -> None:
-    before, config = flow.state(), flow.config_json()
-    other = validate({**json.loads(config), "updates": 7})
+    before, config = flow.state(), flow.config()
+    other = validate({**config.model_dump(mode="json"), "updates": 7})
     assert not flow.create(other)
-    assert (flow.state(), flow.config_json()) == (before, config)
+    assert (flow.state(), flow.config()) == (before, config)
 
 
 def test_an_attaching_worker_finds_the_config_and_one_without_run_is_told(flow: Flow, client: Client) -> None:
-    assert validate(json.loads(flow.config_json())).trainer.segments_per_update == B
+    assert flow.config().trainer.segments_per_update == B
     nowhere = Flow(client, Keys(flow.keys.run + "-other"))
     assert nowhere.state() is None
     assert nowhere.grant(1, LEASE_S) == "missing"
     with pytest.raises(InputError, match="not on this server; give the name and URL"):
-        nowhere.config_json()
+        nowhere.config()
 
 
 def test_the_state_of_a_run_is_what_its_parts_made_of_it(client: Client, run_name: str) -> None:
@@ -246,14 +245,6 @@ def test_a_whole_batch_gets_all_its_permits_or_none(flow: Flow) -> None:
     assert flow.grant(4, LEASE_S, all_or_none=True) == "full"
     assert len(grant(flow, 3, all_or_none=True)) == 3
     assert flow.books().started == 8
-
-
-def test_permits_are_held_back_until_the_hold_passes(flow: Flow) -> None:
-    seconds, _ = flow.client.time()
-    flow.client.hset(flow.keys.flow, "hold_until_ms", (seconds + 60) * 1000)
-    assert flow.grant(1, LEASE_S) == "holding"
-    flow.client.hset(flow.keys.flow, "hold_until_ms", (seconds - 60) * 1000)
-    assert len(grant(flow, 1)) == 1
 
 
 # ---- leases and refunds

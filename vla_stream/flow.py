@@ -6,6 +6,7 @@ broker/connection.py lists as UNREACHABLE.
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any, Literal
 from vla_stream.broker import scripts
 from vla_stream.broker.connection import Client
 from vla_stream.broker.scripts import Script, Scripts
-from vla_stream.config import Config
+from vla_stream.config import Config, validate
 from vla_stream.environments.protocol import Specification
 from vla_stream.errors import BadMessage, Expired, InputError
 from vla_stream.streams.keys import TRAINERS, Keys
@@ -102,7 +103,6 @@ class Flow:
             "first_version": 0,
             "epoch": 0,
             "next_ticket": 0,
-            "hold_until_ms": 0,
             "generation": secrets.token_hex(8),
         }
         if last is not None:
@@ -124,12 +124,17 @@ class Flow:
         numbers = {n: int(raw.get(n, 0)) for n in ("update", "version", "first_version", "epoch", "next_ticket")}
         return FlowState(desired=desired, generation=raw.get("generation", ""), **numbers)
 
-    def config_json(self) -> str:
-        """The run's resolved config. Raises InputError when there is no such run."""
+    def config(self) -> Config:
+        """The run's resolved config, checked as if it were a file. Raises InputError when there is no such run."""
         raw: Any = self.client.get(self.keys.config)
         if raw is None:
             raise self._no_such_run()
-        return bytes(raw).decode()
+        subject = f"config of run {self.keys.run}"
+        try:
+            data = dict(json.loads(raw))
+        except (ValueError, TypeError) as exc:
+            raise InputError(f"{subject}: not a JSON object, expected what `vla-stream run` wrote there") from exc
+        return validate(data, subject)
 
     def set_desired(self, desired: Desired, by: str) -> None:
         """Change the desired state, and announce it: a value, so that late joiners see it too (F55). Raises InputError
@@ -155,8 +160,8 @@ class Flow:
             )
 
     def grant(self, wanted: int, lease_s: float, *, all_or_none: bool = False) -> list[Permit] | str:
-        """Up to `wanted` permits, or the word why there is none: paused, draining, stopped, holding, no weights, full,
-        missing (no such run)."""
+        """Up to `wanted` permits, or the word why there is none: paused, draining, stopped, no weights, full, missing
+        (no such run)."""
         keys = [self.keys.flow, self.keys.permits, self.keys.published, self.keys.refunded, self.keys.books]
         reply = self._call(scripts.GRANT, keys, [wanted, int(lease_s * 1000), int(all_or_none)])
         if isinstance(reply, bytes):

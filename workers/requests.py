@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -46,7 +46,6 @@ class Batch:
     noise_keys: np.ndarray
     rows: int
     born_ms: float
-    taken_s: float = field(default_factory=time.monotonic)
 
     @property
     def min_version(self) -> int:

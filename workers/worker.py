@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from vla_stream import config as configs
 from vla_stream.broker.complaints import CUT_OFF, OOM, explain, refused, was_cut
 from vla_stream.broker.connection import OUT_OF_MEMORY, UNREACHABLE, Backoff, Client, address, check_server, connect
 from vla_stream.broker.queue import Entry
@@ -66,10 +65,6 @@ class Worker:
     def connect(self) -> Client:
         """One more connection, for a thread of its own."""
         return connect(self.url, name=self.id, block_s=BLOCK_S)
-
-    def load_config(self) -> Config:
-        """The run's config, as its launcher left it in Redis."""
-        return configs.Config.model_validate_json(self.flow.config_json())
 
     @property
     def leaving(self) -> bool:
@@ -234,7 +229,7 @@ def run_process(role: str, body: Callable[[Worker, Config], None]) -> None:
         check_server(worker.client)
         worker.claim()
         try:
-            config = worker.load_config()
+            config = worker.flow.config()
             if "VLA_STREAM_RUNS" in os.environ:
                 config = config.model_copy(update={"runs_dir": Path(os.environ["VLA_STREAM_RUNS"])})
             worker.say("started", f"{role} {worker_id} started, pid {os.getpid()}")

@@ -177,13 +177,10 @@ GRANT = Script(
     """
 -- KEYS flow permits published refunded books | ARGV wanted lease_ms all_or_none
 -- Admission: outstanding = |permits| + |published| stays below (1 + eta)·B. Returns a reason, or {member, min_version}…
-local f = redis.call('HMGET', KEYS[1], 'desired', 'segments_per_update', 'max_staleness', 'version',
-                     'first_version', 'hold_until_ms')
+local f = redis.call('HMGET', KEYS[1], 'desired', 'segments_per_update', 'max_staleness', 'version', 'first_version')
 if not f[1] then return 'missing' end
 expire(KEYS[2], KEYS[4], KEYS[5])
 if f[1] ~= 'running' then return f[1] end
-local now = now_ms()
-if now < tonumber(f[6]) then return 'holding' end
 if tonumber(f[4]) == 0 then return 'no weights' end
 local B, eta = tonumber(f[2]), tonumber(f[3])
 local outstanding = redis.call('ZCARD', KEYS[2]) + redis.call('ZCARD', KEYS[3])
@@ -204,7 +201,7 @@ for i = 1, math.min(free, wanted) do
   end
   local min_version = tonumber(f[4]) + math.floor(outstanding / B) - eta
   if min_version < tonumber(f[5]) then min_version = tonumber(f[5]) end
-  redis.call('ZADD', KEYS[2], now + tonumber(ARGV[2]), member)
+  redis.call('ZADD', KEYS[2], now_ms() + tonumber(ARGV[2]), member)
   out[#out + 1] = {member, tostring(min_version)}
   outstanding = outstanding + 1
 end

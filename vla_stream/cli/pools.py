@@ -77,7 +77,6 @@ def _attach(role: str, target: Target, count: int, devices: str, allowed: tuple[
     from vla_stream import plugins
     from vla_stream.broker.lanes import shm_folder
     from vla_stream.cli.signals import Signals
-    from vla_stream.config import Config
     from vla_stream.flow import Flow
     from vla_stream.streams.keys import Keys
     from workers.supervisor import Supervisor
@@ -86,7 +85,7 @@ def _attach(role: str, target: Target, count: int, devices: str, allowed: tuple[
     os.environ[plugins.ALLOWED_VARIABLE] = ",".join(allowed)  # for the workers, which inherit it
     with connected(target.url) as client:
         flow = Flow(client, Keys(target.run))
-        config = Config.model_validate_json(flow.config_json())
+        config = flow.config()
         state = flow.state()
         if state is None or state.desired in ("draining", "stopped"):
             raise InputError(f"run {target.run}: is ending, expected one that goes on; nothing is attached")

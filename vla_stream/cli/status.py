@@ -66,7 +66,7 @@ def look(client: Client, run: str) -> dict[str, Any]:
     streams = {"obs-requests": keys.obs_requests, "trajectories": keys.trajectories, "dead-letters": keys.dead_letters}
     return {
         "run": run,
-        "updates": json.loads(flow.config_json())["updates"],
+        "updates": flow.config().updates,
         "flow": {name: getattr(state, name) for name in ("desired", "update", "version", "epoch", "generation")},
         "workers": [
             {
