@@ -116,7 +116,7 @@ class Trainer(Section):
     critic_warmup_updates: int = Field(
         default=3, ge=0, description="First updates that train only the value head; versions advance."
     )
-    max_skipped_in_a_row: int = Field(default=5, ge=1, description="Non-finite updates in a row that end the run.")
+    max_skipped_in_a_row: int = Field(default=5, ge=1, description="Skipped updates in a row that end the run.")
     checkpoint_every: int = Field(default=20, ge=1, description="Updates between checkpoints.")
     keep_checkpoints: int = Field(default=3, ge=1, description="Newest checkpoints kept on disk.")
     device: str = Field(default="auto", description="Torch device, or auto: cuda if there is one, else cpu.")

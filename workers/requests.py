@@ -124,7 +124,7 @@ class Collector:
             return
         request: ObsRequest | None = None
         try:
-            request = ObsRequest.from_fields(dict(entry.fields))
+            request = ObsRequest.from_fields(entry.fields)
             data = request.payload if request.payload is not None else self.reader.read(request.ref)
             observations = unpack_observations(data, request.n)
             self.batcher.add(

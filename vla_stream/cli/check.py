@@ -26,12 +26,11 @@ def check(configs: tuple[Path, ...], overrides: tuple[str, ...]) -> None:
     from vla_stream import plugins
 
     config = settings.load(configs, overrides)
-    for group, section, data in (
-        (plugins.ENVIRONMENTS, config.environment.name, config.environment.options),
-        (plugins.POLICIES, config.policy.name, config.policy.options),
+    for group, name, options, subject in (
+        (plugins.ENVIRONMENTS, config.environment.name, config.environment.options, "environment.options"),
+        (plugins.POLICIES, config.policy.name, config.policy.options, "policy.options"),
     ):
-        subject = "environment.options" if group == plugins.ENVIRONMENTS else "policy.options"
-        plugins.parse_options(plugins.load_class(group, section), data, subject)
+        plugins.parse_options(plugins.load_class(group, name), options, subject)
     click.echo(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True), nl=False)
     click.echo(f"\n{summary(config)}")
     for note in settings.notes(config):

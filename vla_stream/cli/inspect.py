@@ -126,7 +126,7 @@ def _describe_request(entry: Entry) -> list[str]:
     from vla_stream.streams.obs_requests import ObsRequest
     from vla_stream.streams.observations import unpack_observations
 
-    request = ObsRequest.from_fields(dict(entry.fields))
+    request = ObsRequest.from_fields(entry.fields)
     if request.payload is None:
         return []
     return _describe_observations(unpack_observations(request.payload, request.n))
@@ -231,7 +231,7 @@ def _moments(stream: str, entry: Entry, read: Callable[[str], bytes | memoryview
         from vla_stream.streams.obs_requests import ObsRequest
         from vla_stream.streams.observations import unpack_observations
 
-        request = ObsRequest.from_fields(dict(entry.fields))
+        request = ObsRequest.from_fields(entry.fields)
         return [unpack_observations(read(request.ref) if request.payload is None else request.payload, request.n)]
     from vla_stream.streams.trajectories import Trajectory
 

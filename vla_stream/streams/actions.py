@@ -15,7 +15,7 @@ from vla_stream.broker.codec import Fields, pack, seal, unpack, unseal
 from vla_stream.errors import BadMessage
 from vla_stream.policies.protocol import Act
 from vla_stream.streams.obs_requests import RequestId
-from vla_stream.streams.observations import describe
+from vla_stream.streams.observations import MAX_ROWS, describe
 
 SCHEMA = 1
 
@@ -53,7 +53,7 @@ class ActionReply:
         if fields.has("error"):
             error = fields.text("error", 4096)
         else:
-            act = _act(fields.data("data"), fields.integer("n", 1, 4096))
+            act = _act(fields.data("data"), fields.integer("n", 1, MAX_ROWS))
         identity = RequestId.parse(fields.text("id", 256))
         return cls(identity, fields.integer("version"), fields.text("weights", 64), act, error)
 

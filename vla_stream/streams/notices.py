@@ -17,7 +17,7 @@ DEAD_LETTER_BYTES = 4096
 
 
 def say(client: Client, keys: Keys, worker: str, kind: str, sentence: str) -> None:
-    """One event. kind: a word to filter by (started, lost, refused, poison, …)."""
+    """One event. kind: a word to filter by (started, lost, refused, poisoned, …)."""
     fields: dict[Any, Any] = {"worker": worker, "kind": kind, "text": sentence[:2000]}
     client.xadd(keys.events, fields, maxlen=EVENTS_KEPT, approximate=True)
 

@@ -7,10 +7,12 @@ a generator that dies in between leaves it to another one; the simulator drops t
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vla_stream.broker.codec import Fields, seal, unseal
 from vla_stream.errors import BadMessage
+from vla_stream.streams.observations import MAX_ROWS
 
 SCHEMA = 1
 ID = re.compile(r"([A-Za-z0-9_.-]{1,64})/([0-9a-f]{8})/(\d{1,6})\.(\d{1,6})/(\d{1,18})\.(\d{1,4})/(\d{1,9})", re.ASCII)
@@ -77,7 +79,7 @@ class ObsRequest:
         return seal(SCHEMA, fields)
 
     @classmethod
-    def from_fields(cls, raw: dict[bytes, bytes]) -> ObsRequest:
+    def from_fields(cls, raw: Mapping[bytes, bytes]) -> ObsRequest:
         """Raises BadMessage."""
         fields: Fields = unseal(SCHEMA, raw)
         mode = fields.text("mode", 16)
@@ -86,7 +88,7 @@ class ObsRequest:
         inline = fields.has("data")
         return cls(
             id=RequestId.parse(fields.text("id", 256)),
-            n=fields.integer("n", 1, 4096),
+            n=fields.integer("n", 1, MAX_ROWS),
             min_version=fields.integer("min_version"),
             mode=mode,
             payload=fields.data("data") if inline else None,

@@ -18,9 +18,9 @@ from vla_stream.streams.keys import Keys
 class Presence:
     """One worker that is, or was a moment ago, alive.
 
-    state: starting, working, draining …; progress: a counter that its main loop raises; version: of its weights.
+    state: starting, loading, running, draining …; progress: a counter that its main loop raises; version: of weights.
 
-    Example, as redis-cli shows it: role simulator · host node7 · pid 4711 · device … · version 12 · state working ·
+    Example, as redis-cli shows it: role simulator · host node7 · pid 4711 · device … · version 12 · state running ·
     progress 380 · started_ms 1764450000000 · token …
     """
 

@@ -15,7 +15,7 @@ from vla_stream.broker.codec import Fields, pack, seal, unpack, unseal
 from vla_stream.environments.protocol import Observations
 from vla_stream.errors import BadMessage
 from vla_stream.learning.segments import Segment
-from vla_stream.streams.observations import describe, unpack_observations
+from vla_stream.streams.observations import MAX_ROWS, describe, unpack_observations
 
 SCHEMA = 1
 MAX_STEPS = 100_000
@@ -104,7 +104,7 @@ class Trajectory:
     def from_fields(cls, raw: Mapping[bytes, bytes]) -> Trajectory:
         """Raises BadMessage."""
         fields: Fields = unseal(SCHEMA, raw)
-        steps, rows = fields.integer("steps", 1, MAX_STEPS), fields.integer("n", 1, 4096)
+        steps, rows = fields.integer("steps", 1, MAX_STEPS), fields.integer("n", 1, MAX_ROWS)
         arrays, meta = unpack(fields.data("data"))
         ticket, attempt = parse_member(fields.text("ticket", 32))
         sizes = {"T": steps, "k": rows}
