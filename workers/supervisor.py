@@ -21,7 +21,6 @@ from pathlib import Path
 
 from vla_stream.broker import lanes
 from vla_stream.broker.connection import OUT_OF_MEMORY, REDIS_ERRORS, UNREACHABLE, address, connect
-from vla_stream.broker.scripts import CLAIM_WORKER, RELEASE_WORKER
 from vla_stream.broker.server import MALLOC_ENVIRONMENT
 from vla_stream.errors import InputError
 from vla_stream.flow import Flow, FlowState
@@ -258,9 +257,8 @@ class Supervisor:
             number += 1
 
     def _claim(self, worker_id: str, role: str, token: str) -> bool:
-        fields = ["role", role, "host", socket.gethostname(), "state", "starting"]
-        arguments = [token, int(CLAIM_TTL_S * 1000), *fields]
-        return bool(self._flow.scripts.call(CLAIM_WORKER, [self.keys.worker(worker_id)], arguments))
+        about = {"role": role, "host": socket.gethostname(), "state": "starting"}
+        return presence.claim(self._flow.scripts, self.keys, worker_id, token, CLAIM_TTL_S, about)
 
     def _spawn(self, child: Child) -> None:
         child.log.parent.mkdir(parents=True, exist_ok=True)
@@ -350,7 +348,7 @@ class Supervisor:
         if self.unreachable_since_s is not None:
             return
         with contextlib.suppress(*REDIS_ERRORS):
-            self._flow.scripts.call(RELEASE_WORKER, [self.keys.worker(child.id)], [child.token])
+            presence.release(self._flow.scripts, self.keys, child.id, child.token)
 
     def _look_for_silence(self, now_s: float) -> list[Notice]:
         """Alive but silent (F06): the process is there, and its hash, which its main loop renews, is not."""

@@ -19,12 +19,11 @@ from typing import TypeVar
 from vla_stream.broker.complaints import CUT_OFF, OOM, explain, refused, was_cut
 from vla_stream.broker.connection import OUT_OF_MEMORY, UNREACHABLE, Backoff, Client, address, check_server, connect
 from vla_stream.broker.queue import Entry
-from vla_stream.broker.scripts import CLAIM_WORKER, RELEASE_WORKER
 from vla_stream.config import Config
 from vla_stream.errors import Expired, InputError, RunFailed, VlaStreamError
 from vla_stream.flow import Desired, Flow
 from vla_stream.metrics import Meter
-from vla_stream.streams import notices
+from vla_stream.streams import notices, presence
 from vla_stream.streams.keys import Keys
 from workers.lifeline import die_with_parent, orphaned
 
@@ -138,7 +137,7 @@ class Worker:
     def release(self) -> None:
         """Give the name back."""
         with contextlib.suppress(*UNREACHABLE):
-            self.flow.scripts.call(RELEASE_WORKER, [self.keys.worker(self.id)], [self.token])
+            presence.release(self.flow.scripts, self.keys, self.id, self.token)
 
     def on_signal(self, *_: object) -> None:
         """SIGTERM or SIGINT: the first drains, the second stops."""
@@ -190,7 +189,7 @@ class Worker:
                 self._write_hash()
 
     def _write_hash(self) -> bool:
-        fields = {
+        fields: dict[str, str | int] = {
             "role": self.role,
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -200,11 +199,7 @@ class Worker:
             "progress": self.progress,
             "started_ms": self._started_ms,
         }
-        flat = [item for pair in fields.items() for item in pair]
-        answer = self.flow.scripts.call(
-            CLAIM_WORKER, [self.keys.worker(self.id)], [self.token, int(self._ttl_s * 1000), *flat]
-        )
-        return bool(answer)
+        return presence.claim(self.flow.scripts, self.keys, self.id, self.token, self._ttl_s, fields)
 
     def _shown_state(self) -> str:
         if time.monotonic() < self._full_until_s:

@@ -14,7 +14,6 @@ from typing import Literal
 
 from vla_stream.broker.connection import OUT_OF_MEMORY, REDIS_ERRORS, UNREACHABLE, Client, check_server, connect
 from vla_stream.broker.lanes import shm_folder
-from vla_stream.broker.scripts import CLAIM_WORKER, RELEASE_WORKER
 from vla_stream.broker.server import EmbeddedServer
 from vla_stream.broker.tail import Tail
 from vla_stream.cli.display import Display
@@ -230,10 +229,14 @@ class Launch:
         self.flow.create(self.config)
 
     def _claim(self) -> None:
-        about = {"role": LAUNCHER, "host": socket.gethostname(), "pid": os.getpid(), "state": "running"}
-        fields = [item for pair in (about | {"started_ms": self._started_ms}).items() for item in pair]
-        arguments = [self._token, int(LAUNCHER_TTL_S * 1000), *fields]
-        if not self.flow.scripts.call(CLAIM_WORKER, [self.keys.worker(LAUNCHER)], arguments):
+        about: dict[str, str | int] = {
+            "role": LAUNCHER,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "state": "running",
+            "started_ms": self._started_ms,
+        }
+        if not presence.claim(self.flow.scripts, self.keys, LAUNCHER, self._token, LAUNCHER_TTL_S, about):
             raise InputError(f"run {self.config.name}: another launcher has it on this server; give another --run NAME")
         self._claimed = True
 
@@ -279,9 +282,7 @@ class Launch:
             if self.server is None:
                 steps.append(lambda: delete_keys(self.client, self.keys))
             else:
-                steps.append(
-                    lambda: self.flow.scripts.call(RELEASE_WORKER, [self.keys.worker(LAUNCHER)], [self._token])
-                )
+                steps.append(lambda: presence.release(self.flow.scripts, self.keys, LAUNCHER, self._token))
         if self._janitor is not None:
             steps.append(self._janitor.close)
         steps.append(self.client.close)

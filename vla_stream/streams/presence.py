@@ -1,6 +1,6 @@
 """Edge workers → people: the `worker:<id>` hashes, of which each live worker keeps its own alive.
 
-Written by workers/worker.py with the script CLAIM_WORKER; whoever wants to know who is there reads them here.
+A hash is also the claim to a name: its token tells who holds it. A supervisor claims names before it starts workers.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vla_stream.broker.connection import Client
+from vla_stream.broker.scripts import CLAIM_WORKER, RELEASE_WORKER, Scripts
 from vla_stream.streams.keys import Keys
 
 
@@ -71,6 +72,19 @@ class Presence:
         except PermissionError:
             return False
         return False
+
+
+def claim(
+    scripts: Scripts, keys: Keys, worker_id: str, token: str, ttl_s: float, fields: Mapping[str, str | int]
+) -> bool:
+    """Take the name, or keep it, and write `fields`; False when a live worker has it under another token (F53)."""
+    flat = [item for pair in fields.items() for item in pair]
+    return bool(scripts.call(CLAIM_WORKER, [keys.worker(worker_id)], [token, int(ttl_s * 1000), *flat]))
+
+
+def release(scripts: Scripts, keys: Keys, worker_id: str, token: str) -> None:
+    """Give the name back; does nothing when somebody else has it."""
+    scripts.call(RELEASE_WORKER, [keys.worker(worker_id)], [token])
 
 
 def alive(client: Client, keys: Keys) -> list[Presence]:
