@@ -11,12 +11,15 @@ import os
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
-from vla_stream.config import parse
+from vla_stream.config import Environment, parse
 from vla_stream.errors import InputError
+
+if TYPE_CHECKING:
+    from vla_stream.environments.protocol import EnvironmentBatch
 
 ENVIRONMENTS = "vla_stream.environments"
 POLICIES = "vla_stream.policies"
@@ -54,3 +57,11 @@ def parse_options(cls: Any, data: Mapping[str, Any], subject: str) -> Any:
     """The class's own Options from a config section. Raises InputError naming the key."""
     options: type[BaseModel] = cls.Options
     return parse(options, data, f"{subject}: ")
+
+
+def make_batch(environment: Environment, rows: int) -> EnvironmentBatch:
+    """The configured environment batch, in this process."""
+    cls = load_class(ENVIRONMENTS, environment.name)
+    options = parse_options(cls, environment.options, "environment.options")
+    batch: EnvironmentBatch = cls(rows, environment.max_steps, options)
+    return batch

@@ -4,25 +4,20 @@ A host owns the B rows of one environment batch. `ProcessHost` spreads them over
 environment's `rows_per_process` asks for); `LocalHost` keeps them in this process, for `--inline` and pdb. Both do one
 thing at a time: `start_reset` or `start_chunk`, then `poll` until it is done.
 
-Parent and child talk in packets of broker/codec.py over a socket pair; the child ends when the socket closes.
-A child sets the kernel's alarm clock before each step and reset: one that hangs writes all threads' tracebacks into the
-log and ends, even when a C library hangs. The parent's own deadline is for a child that is stopped altogether.
+Parent and child talk in packets of broker/codec.py over a socket pair; the child's side is environment_process.py. It
+watches its own steps; the parent's deadline is for a child that is stopped altogether.
 """
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import json
-import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-import traceback
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Protocol
@@ -31,17 +26,13 @@ import numpy as np
 
 from vla_stream import plugins
 from vla_stream.broker.codec import pack, unpack
-from vla_stream.config import Config, Simulators
-from vla_stream.config import Environment as EnvironmentConfig
-from vla_stream.environments.chunks import ChunkResult, read_images, reset_checked, run_chunk
-from vla_stream.environments.protocol import EnvironmentBatch, Observations, Specification, StepResult
+from vla_stream.config import Config, Environment, Simulators
+from vla_stream.environments.chunks import ChunkResult, reset_checked, run_chunk
+from vla_stream.environments.protocol import Observations, Specification
 from vla_stream.errors import BadMessage, EnvironmentFailed, InputError, RunFailed
-from vla_stream.streams.observations import pack_observations, unpack_observations
-from vla_stream.streams.specification import specification_from_json, specification_to_json
-from workers.lifeline import die_with_parent
-
-RESTARTS_AT_ONCE = 3
-RESTARTS_PER_MINUTE = 3
+from vla_stream.streams.observations import unpack_observations
+from vla_stream.streams.specification import specification_from_json
+from workers.processes import RESTARTS_AT_ONCE, RestartBudget
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,19 +74,11 @@ class Host(Protocol):
         """End all processes. Idempotent."""
 
 
-def make_batch(environment: EnvironmentConfig, rows: int) -> EnvironmentBatch:
-    """The configured environment batch, in this process."""
-    cls = plugins.load_class(plugins.ENVIRONMENTS, environment.name)
-    options = plugins.parse_options(cls, environment.options, "environment.options")
-    batch: EnvironmentBatch = cls(rows, environment.max_steps, options)
-    return batch
-
-
 class LocalHost:
     """All rows in this process; an error of the environment goes straight to the caller (and to pdb)."""
 
     def __init__(self, config: Config, rows: int) -> None:
-        self._batch = make_batch(config.environment, rows)
+        self._batch = plugins.make_batch(config.environment, rows)
         self.specification, self.rows, self.busy = self._batch.specification, rows, False
         self.whole_batch = self._batch.whole_batch
         self._outcome: Outcome | None = None
@@ -119,23 +102,6 @@ class LocalHost:
 
     def close(self) -> None:
         self._batch.close()
-
-
-class RestartBudget:
-    """Some restarts at once, then so many per minute (F42)."""
-
-    def __init__(self, at_once: int = RESTARTS_AT_ONCE, per_minute: float = RESTARTS_PER_MINUTE) -> None:
-        self.at_once, self.per_minute = at_once, per_minute
-        self._spent: deque[float] = deque()
-
-    def take(self, now_s: float) -> bool:
-        """Whether one more restart is allowed; counts it if so."""
-        while self._spent and now_s - self._spent[0] > 60.0 * self.at_once / self.per_minute:
-            self._spent.popleft()
-        if len(self._spent) >= self.at_once:
-            return False
-        self._spent.append(now_s)
-        return True
 
 
 class ProcessHost:
@@ -286,7 +252,7 @@ class ProcessHost:
 class _Child:
     """One child process with some rows. Commands may be sent before it is ready; replies come in order."""
 
-    def __init__(self, environment: EnvironmentConfig, simulators: Simulators, rows: range) -> None:
+    def __init__(self, environment: Environment, simulators: Simulators, rows: range) -> None:
         self.rows, self._step_deadline_s = rows, simulators.step_deadline_s
         self.specification: Specification | None = None
         ours, theirs = socket.socketpair()
@@ -296,7 +262,7 @@ class _Child:
             "step_deadline_s": simulators.step_deadline_s,
             "start_deadline_s": simulators.start_deadline_s,
         }
-        command = [sys.executable, "-m", "workers.environment_host", str(theirs.fileno()), json.dumps(task)]
+        command = [sys.executable, "-m", "workers.environment_process", str(theirs.fileno()), json.dumps(task)]
         self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         theirs.close()
         self.connection = Connection(ours.detach())
@@ -360,92 +326,3 @@ class _Child:
             )
         ended = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         return f"process ended with {ended}; its log has the cause"
-
-
-class _Watched:
-    """The environment in a child process, each step and reset under the alarm."""
-
-    def __init__(self, batch: EnvironmentBatch, step_deadline_s: float, start_deadline_s: float) -> None:
-        self.specification = batch.specification
-        self._batch, self._step_deadline_s, self._start_deadline_s = batch, step_deadline_s, start_deadline_s
-
-    def reset(self, mask: np.ndarray, seeds: np.ndarray) -> Observations:
-        with _alarm(self._start_deadline_s):
-            return self._batch.reset(mask, seeds)
-
-    def step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
-        with _alarm(self._step_deadline_s):
-            return self._batch.step(actions, active)
-
-    def packed(self, observations: Observations, *, after_reset: bool = False) -> np.ndarray:
-        """u8[bytes]. Images may be rendered only now, and renderers are what hangs most (F40)."""
-        with _alarm(self._start_deadline_s if after_reset else self._step_deadline_s):
-            packet = pack_observations(read_images(observations, self.specification))
-        return np.frombuffer(packet, dtype=np.uint8)
-
-
-@contextlib.contextmanager
-def _alarm(deadline_s: float) -> Iterator[None]:
-    """SIGALRM ends this process when the body takes longer."""
-    signal.setitimer(signal.ITIMER_REAL, deadline_s)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-def _answer(batch: _Watched, packet: bytes) -> bytes:
-    arrays, meta = unpack(packet)
-    if meta.get("operation") == "reset":
-        observations = reset_checked(batch, arrays["mask"], arrays["seeds"])
-        return pack({"observations": batch.packed(observations, after_reset=True)})
-    chunk = run_chunk(batch, arrays["actions"], arrays["active"], arrays["reset_rows"], arrays["reset_seeds"])
-    names = ("final_rows", "executed", "rewards", "terminated", "truncated", "success")
-    result = {name: getattr(chunk, name) for name in names}
-    result["observations"] = batch.packed(chunk.observations)
-    if chunk.final is not None:
-        result["final"] = batch.packed(chunk.final)
-    return pack(result)
-
-
-def main() -> None:
-    """A child process: `python -m workers.environment_host <socket> <task as JSON>`."""
-    die_with_parent(os.getppid())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the simulator, which ends us by closing the socket
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    faulthandler.register(signal.SIGALRM, all_threads=True, chain=True)  # tell where, then die of it
-    connection = Connection(int(sys.argv[1]))
-    task = json.loads(sys.argv[2])
-    try:
-        batch = make_batch(EnvironmentConfig.model_validate(task["environment"]), int(task["rows"]))
-    except InputError as exc:
-        connection.send_bytes(pack({}, {"refused": str(exc)}))
-        return
-    except Exception as exc:
-        traceback.print_exc()
-        connection.send_bytes(pack({}, {"error": _cause(exc)}))
-        return
-    connection.send_bytes(pack({}, {"specification": specification_to_json(batch.specification)}))
-    watched = _Watched(batch, float(task["step_deadline_s"]), float(task["start_deadline_s"]))
-    while True:
-        try:
-            packet = connection.recv_bytes()
-        except (EOFError, OSError):
-            break
-        try:
-            reply = _answer(watched, packet)
-        except Exception as exc:
-            # The environment is someone else's code: whatever it raises is reported, and this process is replaced.
-            traceback.print_exc()
-            reply = pack({}, {"error": _cause(exc)})
-        connection.send_bytes(reply)
-    batch.close()
-
-
-def _cause(exc: Exception) -> str:
-    return f"{type(exc).__name__}: {exc}"[:1500]
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Child processes as groups: seen as ended before they are reaped, and killed whole."""
+"""Child processes as groups: seen as ended before they are reaped, killed whole, and not restarted without end."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import contextlib
 import os
 import signal
 import subprocess
+from collections import deque
 from pathlib import Path
 
 TAIL_BYTES = 65536
+RESTARTS_AT_ONCE = 3
+RESTARTS_PER_MINUTE = 3
 
 
 def has_exited(process: subprocess.Popen[bytes]) -> bool:
@@ -45,3 +48,20 @@ def log_tail(log: Path, start: int = 0) -> list[str]:
     except OSError:
         return []
     return [line.rstrip()[:500] for line in text.splitlines() if line.strip()]
+
+
+class RestartBudget:
+    """Some restarts at once, then so many per minute (F42)."""
+
+    def __init__(self, at_once: int = RESTARTS_AT_ONCE, per_minute: float = RESTARTS_PER_MINUTE) -> None:
+        self.at_once, self.per_minute = at_once, per_minute
+        self._spent: deque[float] = deque()
+
+    def take(self, now_s: float) -> bool:
+        """Whether one more restart is allowed; counts it if so."""
+        while self._spent and now_s - self._spent[0] > 60.0 * self.at_once / self.per_minute:
+            self._spent.popleft()
+        if len(self._spent) >= self.at_once:
+            return False
+        self._spent.append(now_s)
+        return True

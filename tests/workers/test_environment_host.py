@@ -19,7 +19,8 @@ from live_run import Run
 from vla_stream.config import Config
 from vla_stream.environments.protocol import Observations
 from vla_stream.errors import InputError, RunFailed
-from workers.environment_host import Host, LocalHost, Outcome, ProcessHost, RestartBudget
+from workers.environment_host import Host, LocalHost, Outcome, ProcessHost
+from workers.processes import RestartBudget
 
 ROWS, H = 4, 2
 ALL = np.ones(ROWS, dtype=bool)

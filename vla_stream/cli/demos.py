@@ -28,8 +28,8 @@ def demos(configs: tuple[Path, ...], overrides: tuple[str, ...], output: Path) -
     """
     follow_launcher()
     from vla_stream import config as settings
+    from vla_stream import plugins
     from vla_stream.learning import cloning
-    from workers.environment_host import make_batch
 
     config = settings.load(configs, overrides)
     if config.pretrain is None:
@@ -40,7 +40,7 @@ def demos(configs: tuple[Path, ...], overrides: tuple[str, ...], output: Path) -
             click.echo(f"{stage} {done}/{of}", err=True)
 
     wanted = max(config.pretrain.episodes, config.pretrain.grounding_scenes)
-    batch = make_batch(config.environment, rows_for(config.environment.name, min(ROWS, wanted)))
+    batch = plugins.make_batch(config.environment, rows_for(config.environment.name, min(ROWS, wanted)))
     try:
         p, chunk = config.pretrain, config.policy.chunk
         recorded = cloning.collect_demonstrations(batch, p.episodes, p.action_noise, chunk, p.seed, progress)

@@ -47,9 +47,8 @@ def evaluate(
     import torch
 
     from vla_stream import config as settings
-    from vla_stream import evaluation
+    from vla_stream import evaluation, plugins
     from vla_stream.cli.demos import rows_for
-    from workers.environment_host import make_batch
     from workers.models import make_policy, torch_device
     from workers.trainer import load_policy
 
@@ -58,7 +57,7 @@ def evaluate(
     place = find_checkpoint(checkpoint)
     number = episodes or max(1, config.evaluation.episodes)
     first = config.evaluation.seed if seed is None else seed
-    batch = make_batch(config.environment, rows_for(config.environment.name, ROWS))
+    batch = plugins.make_batch(config.environment, rows_for(config.environment.name, ROWS))
     try:
         policy = make_policy(config, batch.specification, torch_device(config.generators.device))
         load_policy(policy, place)

@@ -1,0 +1,117 @@
+"""An environment in a child process, for ProcessHost: `python -m workers.environment_process <socket> <task as JSON>`.
+
+It answers packets of broker/codec.py, and ends when the socket closes. It sets the kernel's alarm clock before each
+step and reset: one that hangs writes all threads' tracebacks into the log and ends, even when a C library hangs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+
+import numpy as np
+
+from vla_stream import plugins
+from vla_stream.broker.codec import pack, unpack
+from vla_stream.config import Environment
+from vla_stream.environments.chunks import read_images, reset_checked, run_chunk
+from vla_stream.environments.protocol import EnvironmentBatch, Observations, StepResult
+from vla_stream.errors import InputError
+from vla_stream.streams.observations import pack_observations
+from vla_stream.streams.specification import specification_to_json
+from workers.lifeline import die_with_parent
+
+
+class _Watched:
+    """The environment in a child process, each step and reset under the alarm."""
+
+    def __init__(self, batch: EnvironmentBatch, step_deadline_s: float, start_deadline_s: float) -> None:
+        self.specification = batch.specification
+        self._batch, self._step_deadline_s, self._start_deadline_s = batch, step_deadline_s, start_deadline_s
+
+    def reset(self, mask: np.ndarray, seeds: np.ndarray) -> Observations:
+        with _alarm(self._start_deadline_s):
+            return self._batch.reset(mask, seeds)
+
+    def step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
+        with _alarm(self._step_deadline_s):
+            return self._batch.step(actions, active)
+
+    def packed(self, observations: Observations, *, after_reset: bool = False) -> np.ndarray:
+        """u8[bytes]. Images may be rendered only now, and renderers are what hangs most (F40)."""
+        with _alarm(self._start_deadline_s if after_reset else self._step_deadline_s):
+            packet = pack_observations(read_images(observations, self.specification))
+        return np.frombuffer(packet, dtype=np.uint8)
+
+
+@contextlib.contextmanager
+def _alarm(deadline_s: float) -> Iterator[None]:
+    """SIGALRM ends this process when the body takes longer."""
+    signal.setitimer(signal.ITIMER_REAL, deadline_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _answer(batch: _Watched, packet: bytes) -> bytes:
+    arrays, meta = unpack(packet)
+    if meta.get("operation") == "reset":
+        observations = reset_checked(batch, arrays["mask"], arrays["seeds"])
+        return pack({"observations": batch.packed(observations, after_reset=True)})
+    chunk = run_chunk(batch, arrays["actions"], arrays["active"], arrays["reset_rows"], arrays["reset_seeds"])
+    names = ("final_rows", "executed", "rewards", "terminated", "truncated", "success")
+    result = {name: getattr(chunk, name) for name in names}
+    result["observations"] = batch.packed(chunk.observations)
+    if chunk.final is not None:
+        result["final"] = batch.packed(chunk.final)
+    return pack(result)
+
+
+def main() -> None:
+    die_with_parent(os.getppid())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the simulator, which ends us by closing the socket
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    faulthandler.register(signal.SIGALRM, all_threads=True, chain=True)  # tell where, then die of it
+    connection = Connection(int(sys.argv[1]))
+    task = json.loads(sys.argv[2])
+    try:
+        batch = plugins.make_batch(Environment.model_validate(task["environment"]), int(task["rows"]))
+    except InputError as exc:
+        connection.send_bytes(pack({}, {"refused": str(exc)}))
+        return
+    except Exception as exc:
+        traceback.print_exc()
+        connection.send_bytes(pack({}, {"error": _cause(exc)}))
+        return
+    connection.send_bytes(pack({}, {"specification": specification_to_json(batch.specification)}))
+    watched = _Watched(batch, float(task["step_deadline_s"]), float(task["start_deadline_s"]))
+    while True:
+        try:
+            packet = connection.recv_bytes()
+        except (EOFError, OSError):
+            break
+        try:
+            reply = _answer(watched, packet)
+        except Exception as exc:
+            # The environment is someone else's code: whatever it raises is reported, and this process is replaced.
+            traceback.print_exc()
+            reply = pack({}, {"error": _cause(exc)})
+        connection.send_bytes(reply)
+    batch.close()
+
+
+def _cause(exc: Exception) -> str:
+    return f"{type(exc).__name__}: {exc}"[:1500]
+
+
+if __name__ == "__main__":
+    main()
