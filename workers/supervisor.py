@@ -26,8 +26,7 @@ from vla_stream.errors import InputError
 from vla_stream.flow import Flow, FlowState
 from vla_stream.streams import notices, presence
 from vla_stream.streams.keys import Keys
-from workers.environment_host import RestartBudget
-from workers.processes import has_exited, kill_group, log_tail, send_signal, signal_name
+from workers.processes import RestartBudget, has_exited, kill_group, log_tail, send_signal, signal_name
 
 ROLES = ("trainer", "generator", "simulator")
 CLAIM_TTL_S = 60.0
