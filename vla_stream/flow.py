@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from vla_stream.broker import scripts
-from vla_stream.broker.connection import Client
+from vla_stream.broker.connection import OUT_OF_MEMORY, Client
 from vla_stream.broker.scripts import Script, Scripts
 from vla_stream.config import Config, validate
 from vla_stream.environments.protocol import Specification
@@ -253,11 +253,10 @@ class Flow:
 
     def books(self) -> Books:
         """All counters, and what is in flight, read in one transaction."""
-        with self.client.pipeline(transaction=True) as pipe:
-            pipe.hgetall(self.keys.books)
-            pipe.zcard(self.keys.permits)
-            pipe.zcard(self.keys.published)
-            raw, permits, published = pipe.execute()
+        keys = self.keys
+        raw, permits, published = self._together(
+            lambda pipe: pipe.hgetall(keys.books).zcard(keys.permits).zcard(keys.published)
+        )
         counters = {name.decode(): int(value) for name, value in raw.items()}
         outcomes = {name: counters.get(name, 0) for name in OUTCOMES}
         return Books(counters.get("started", 0), permits + published, outcomes, counters.get("given_up", 0))
@@ -268,10 +267,22 @@ class Flow:
 
     def live_members(self) -> set[str]:
         """`<ticket>.<attempt>` of all segments in the making or waiting for their update."""
-        with self.client.pipeline(transaction=True) as pipe:
-            pipe.zrange(self.keys.permits, 0, -1)
-            pipe.zrange(self.keys.published, 0, -1)
-            return {member.decode() for part in pipe.execute() for member in part}
+        keys = self.keys
+        parts = self._together(lambda pipe: pipe.zrange(keys.permits, 0, -1).zrange(keys.published, 0, -1))
+        return {member.decode() for part in parts for member in part}
+
+    def _together(self, queue: Callable[[Any], object]) -> list[Any]:
+        """Replies to the commands that `queue` adds, of one moment. Redis 7 queues nothing on a full server, not even
+        what only reads (F23): there the commands are sent one by one, and the moment is a little longer."""
+        try:
+            return self._send(queue, transaction=True)
+        except OUT_OF_MEMORY:
+            return self._send(queue, transaction=False)
+
+    def _send(self, queue: Callable[[Any], object], *, transaction: bool) -> list[Any]:
+        with self.client.pipeline(transaction=transaction) as pipe:
+            queue(pipe)
+            return list(pipe.execute())
 
     def _published_keys(self) -> list[str]:
         k = self.keys

@@ -7,12 +7,16 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+from own_server import tls_server
 
-from vla_stream.broker.connection import Client, ResponseError, connect
+from vla_stream.broker.connection import OUT_OF_MEMORY, Client, ResponseError, connect
 from vla_stream.broker.queue import Entry, WorkQueue
 from vla_stream.broker.scripts import SWEEP_CONSUMER, Scripts
+from vla_stream.flow import Flow
+from vla_stream.streams.keys import Keys
 
 LEASE_S = 30.0
 BLOCK_MS = 4000
@@ -461,7 +465,8 @@ def test_f13_consumers_that_are_idle_and_hold_nothing_are_swept(
     assert sweeper.sweep_consumers(60_000) == 0
     removed = []
     wait_until(lambda: removed.append(sweeper.sweep_consumers(1)) or sum(removed) == 3, "all three are swept")
-    assert consumers(client, stream) == {"generator-0"}
+    # Redis 7.0 makes a consumer only of a reader that got something, and the sweeper has not.
+    assert consumers(client, stream) <= {"generator-0"}
 
 
 def test_f12_a_consumer_that_holds_entries_is_never_deleted(client: Client, stream: str, queue_of: MakeQueue) -> None:
@@ -473,3 +478,24 @@ def test_f12_a_consumer_that_holds_entries_is_never_deleted(client: Client, stre
     # Nor when it got work between the look and the deletion, which the script looks at again.
     assert sweeper.scripts.call(SWEEP_CONSUMER, [stream], ["generators", "holder", 1]) == 0
     assert owners(holder) == {added[0]: "holder"}
+
+
+def test_f23_a_full_redis_7_acknowledges_deletes_and_shows_the_books(tmp_path: Path) -> None:
+    # It refuses to queue any command of a transaction then, which newer servers do not.
+    with (
+        tls_server(tmp_path) as (port, _),
+        contextlib.closing(connect(f"redis://127.0.0.1:{port}/0", name="test")) as client,
+    ):
+        stream = "vla:{full}:trajectories"
+        queue = WorkQueue(client, Scripts(client), stream, "trainers", "trainer-0", 5.0)
+        added = add(client, stream, 2)
+        queue.ensure_group()
+        assert ids(queue.read(2)) == added
+        client.zadd("vla:{full}:published", {"1.1": 1})
+        client.config_set("maxmemory", 1)
+        with pytest.raises(OUT_OF_MEMORY):
+            add(client, stream, 1)
+        queue.done(added)
+        assert client.xlen(stream) == 0 and client.xpending(stream, "trainers")["pending"] == 0
+        flow = Flow(client, Keys("full"))
+        assert flow.books().in_flight == 1 and flow.live_members() == {"1.1"}
