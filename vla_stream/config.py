@@ -20,6 +20,8 @@ from vla_stream.errors import InputError
 UNKNOWN_KEY = "extra_forbidden"  # pydantic's name of the error
 MAX_SEED = 2**63 - 1  # seeds.derive packs it into 8 bytes with a sign
 
+CHECKPOINTS, DEMONSTRATIONS = "checkpoints", "demos.safetensors"  # names in runs/<name>/
+
 Model = TypeVar("Model", bound=BaseModel)
 
 

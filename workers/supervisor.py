@@ -144,8 +144,6 @@ class Supervisor:
 
         Raises InputError (the run has its trainer), or what UNREACHABLE lists.
         """
-        if role == "trainer" and count > 1:
-            raise InputError(f"trainers: -n is {count}, expected 1; this release trains in one process")
         ids = []
         for index in range(count):
             device = devices[index % len(devices)] if devices else ""

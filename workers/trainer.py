@@ -19,7 +19,7 @@ from torch import Tensor
 from vla_stream.broker.connection import UNREACHABLE
 from vla_stream.broker.lanes import PayloadReader, shm_folder
 from vla_stream.broker.queue import Entry, WorkQueue
-from vla_stream.config import Config
+from vla_stream.config import CHECKPOINTS, DEMONSTRATIONS, Config
 from vla_stream.environments.protocol import Specification
 from vla_stream.errors import BadMessage, InputError, PayloadUnreachable, RunFailed
 from vla_stream.flow import Consumed
@@ -47,8 +47,6 @@ from workers.worker import BLOCK_S, Worker, run_process
 UNCOMMITTED_CHUNKS_S = 3600.0
 OLD_CHUNKS_S = 60.0
 SAY_WAITING_S = 20.0
-CHECKPOINTS = "checkpoints"
-DEMONSTRATIONS = "demos.safetensors"
 
 
 @dataclass(frozen=True, slots=True)

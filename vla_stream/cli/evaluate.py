@@ -92,11 +92,12 @@ def evaluate(
 
 def find_checkpoint(folder: Path) -> Path:
     """`folder` itself, or the newest complete checkpoint under it. Raises InputError."""
+    from vla_stream.config import CHECKPOINTS
     from vla_stream.learning import checkpoint
 
     if (folder / checkpoint.META).exists():
         return folder
-    for place in (folder, folder / "checkpoints"):
+    for place in (folder, folder / CHECKPOINTS):
         found, _ = checkpoint.newest(place)
         if found is not None:
             return found.path

@@ -16,16 +16,16 @@ from vla_stream.cli import samples
 from vla_stream.cli.folder import CONFIG_FILE
 from vla_stream.cli.helper import Helper, wait_for
 from vla_stream.cli.progress import count, duration
-from vla_stream.config import Config
+from vla_stream.config import CHECKPOINTS, Config
 from vla_stream.errors import RunFailed
 from vla_stream.evaluation import mcnemar
 
-CURVE_FILE, SUMMARY_FILE, CHECKPOINTS = "curve.png", "summary.json", "checkpoints"
+CURVE_FILE, SUMMARY_FILE = "curve.png", "summary.json"
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
     """Their folders, oldest first."""
-    return sorted((path for path in (run_dir / CHECKPOINTS).glob("[0-9]*")), key=lambda path: int(path.name))
+    return sorted((run_dir / CHECKPOINTS).glob("[0-9]*"), key=lambda path: int(path.name))
 
 
 def newest_update(run_dir: Path) -> int:

@@ -105,12 +105,14 @@ def _session(folder: RunFolder, url: str | None, display: Display, again: str, *
 
 def _prepare(launch: Launch) -> None:
     """Demonstrations, if this run warm-starts and has none."""
+    from vla_stream.cli.finish import checkpoints
     from vla_stream.cli.folder import CONFIG_FILE
     from vla_stream.cli.helper import Helper, wait_for
+    from vla_stream.config import DEMONSTRATIONS
 
     pretrain, run_dir = launch.config.pretrain, launch.run_dir
-    file = run_dir / "demos.safetensors"
-    if pretrain is None or pretrain.demos is not None or file.exists() or any((run_dir / "checkpoints").glob("[0-9]*")):
+    file = run_dir / DEMONSTRATIONS
+    if pretrain is None or pretrain.demos is not None or file.exists() or checkpoints(run_dir):
         return
     launch.progress.phase = f"recording {pretrain.episodes} demonstrations"
     logs = run_dir / "logs"
