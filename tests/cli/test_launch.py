@@ -46,7 +46,7 @@ def signals() -> Signals:
 
 def make(config: Config, url: str, signals: Signals, *, resume: bool = False) -> Launch:
     config.run_dir.mkdir(exist_ok=True)
-    return Launch(config, config.run_dir, url, None, signals, PlainDisplay(), resume=resume)
+    return Launch(config, url, None, signals, PlainDisplay(), resume=resume)
 
 
 def all_keys(client: Client, keys: Keys) -> set[object]:

@@ -34,14 +34,13 @@ def newest_update(run_dir: Path) -> int:
     return int(folders[-1].name) if folders else 0
 
 
-def evaluate_ends(
-    config: Config, run_dir: Path, idle: Callable[[], bool], tell: Callable[[str], None]
-) -> dict[str, dict[str, Any]]:
+def evaluate_ends(config: Config, idle: Callable[[], bool], tell: Callable[[str], None]) -> dict[str, dict[str, Any]]:
     """Play checkpoint 0 and the newest on the same held-out seeds, side by side in processes of their own.
 
     Returns what `vla-stream eval --json` says, under `before` and `after`; empty without episodes or checkpoints.
     Raises Interrupted, or RunFailed.
     """
+    run_dir = config.run_dir
     folders = checkpoints(run_dir)
     if not config.evaluation.episodes or not folders:
         return {}
@@ -74,19 +73,20 @@ def evaluate_ends(
     return results
 
 
-def draw_curve(config: Config, run_dir: Path) -> curves.Curve:
+def draw_curve(config: Config) -> curves.Curve:
     """runs/<name>/curve.png from what metrics.jsonl holds so far; no file without an update."""
-    curve = curves.trace(samples.load(run_dir / samples.METRICS_FILE))
+    curve = curves.trace(samples.load(config.run_dir / samples.METRICS_FILE))
     if curve.updates:
         title = f"{config.name}: {config.policy.name} on {config.environment.name}"
-        curves.draw(curve, run_dir / CURVE_FILE, title)
+        curves.draw(curve, config.run_dir / CURVE_FILE, title)
     return curve
 
 
-def summarise(config: Config, run_dir: Path, results: dict[str, dict[str, Any]], session_s: float) -> list[str]:
+def summarise(config: Config, results: dict[str, dict[str, Any]], session_s: float) -> list[str]:
     """Draw the curve, write summary.json, and return the closing lines."""
+    run_dir = config.run_dir
     records = samples.load(run_dir / samples.METRICS_FILE)
-    curve = draw_curve(config, run_dir)
+    curve = draw_curve(config)
     sampled = sum(samples.number(record, "env_steps") or 0.0 for record in records if record.get("role") == "simulator")
     trained = curve.env_steps[-1] if curve.env_steps else 0.0
     seconds = 60 * curve.minutes[-1] if curve.minutes else 0.0

@@ -58,7 +58,6 @@ class Launch:
     def __init__(
         self,
         config: Config,
-        run_dir: Path,
         url: str,
         server: EmbeddedServer | None,
         signals: Signals,
@@ -66,7 +65,7 @@ class Launch:
         *,
         resume: bool,
     ) -> None:
-        self.config, self.run_dir, self.url, self.server = config, run_dir, url, server
+        self.config, self.run_dir, self.url, self.server = config, config.run_dir, url, server
         self.signals, self.display, self.resume = signals, display, resume
         self.keys = Keys(config.name)
         self.client: Client = connect(url, name="launcher", margin_s=3.0)
@@ -76,7 +75,7 @@ class Launch:
         self._shm = shm_folder(config.name, url)
         self._janitor: Janitor | None = None
         self._token = secrets.token_hex(8)
-        self._metrics = MetricsFile(self.client, self.keys, run_dir / METRICS_FILE)
+        self._metrics = MetricsFile(self.client, self.keys, self.run_dir / METRICS_FILE)
         self._told: deque[str] = deque(maxlen=200)
         self._event_times: dict[str, float] = {}
         self._next_beat_s = 0.0

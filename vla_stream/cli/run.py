@@ -73,7 +73,7 @@ def _session(folder: RunFolder, url: str | None, display: Display, again: str, *
     config, run_dir = folder.config, folder.path
     began_s = time.monotonic()
     with Signals() as signals, server_for(url, folder.logs) as (where, server):
-        with explained(where), Launch(config, run_dir, where, server, signals, display, resume=resume) as launch:
+        with explained(where), Launch(config, where, server, signals, display, resume=resume) as launch:
             folder.write_url(where)
             display.tell(
                 f"run {config.name}: {config.updates} updates, {config.policy.name} on {config.environment.name}"
@@ -91,15 +91,15 @@ def _session(folder: RunFolder, url: str | None, display: Display, again: str, *
             finally:
                 launch.read_metrics()
                 display.close()
-                finish.draw_curve(config, run_dir)
+                finish.draw_curve(config)
         results = {}
         try:
-            results = finish.evaluate_ends(config, run_dir, lambda: signals.asked > 0, display.tell)
+            results = finish.evaluate_ends(config, lambda: signals.asked > 0, display.tell)
         except Interrupted:
             display.tell(f"evaluation left out; evaluate with: vla-stream eval … --checkpoint {run_dir}")
         except RunFailed as exc:
             display.tell(f"training is done, but its evaluation failed: {exc}")
-    for line in finish.summarise(config, run_dir, results, time.monotonic() - began_s):
+    for line in finish.summarise(config, results, time.monotonic() - began_s):
         click.echo(line)
 
 
