@@ -6,14 +6,14 @@ from urllib.parse import urlsplit
 
 from vla_stream.broker.lanes import Lane, RedisLane, ShmLane, shm_folder, shm_usable
 from vla_stream.config import Config
-from vla_stream.errors import PayloadUnreachable
+from vla_stream.errors import InputError
 from workers.worker import Worker
 
 BLOB_LIFETIME_S = 3600.0
 
 
 def choose_lane(config: Config, worker: Worker) -> Lane | None:
-    """The lane for observations too large to go inline; None keeps everything inline."""
+    """The lane for observations too large to go inline; None keeps everything inline. Raises InputError."""
     wanted = config.broker.lane
     redis_lane = lane_through_redis(worker)
     if wanted == "inline":
@@ -26,7 +26,7 @@ def choose_lane(config: Config, worker: Worker) -> Lane | None:
     if reason is None:
         return ShmLane(shm_folder(worker.keys.run, worker.url))
     if wanted == "shm":
-        raise PayloadUnreachable(f"broker.lane is shm, but {reason}; use redis")
+        raise InputError(f"broker.lane is shm, but {reason}; use redis")
     worker.say("lane", f"observations travel through Redis: {reason}")
     return redis_lane
 
