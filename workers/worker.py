@@ -50,7 +50,6 @@ class Worker:
         self.flow = Flow(self.client, self.keys)
         self.meter = Meter()
         self.desired: Desired = "running"
-        self.update = 0
         self.generation = ""  # of the server's life, as seen last
         self.version = 0
         self.state = "starting"
@@ -101,7 +100,7 @@ class Worker:
             raise Expired(f"{self.id}: another process took this worker's name over")
         state = self.flow.state()
         if state is not None:
-            self.desired, self.update, self.generation = state.desired, state.update, state.generation
+            self.desired, self.generation = state.desired, state.generation
         self.emit("second", self.meter.sample())
 
     @contextlib.contextmanager
