@@ -225,6 +225,18 @@ MINI = {
 }
 
 
+def test_f25_a_reply_that_the_server_cuts_off(folder: Path, servers: Servers, run_name: str) -> None:
+    with contextlib.closing(connect(url_of("admin", servers.port), name="admin")) as admin:
+        for _ in range(100):
+            admin.xadd(Keys(run_name).events, {"worker": "w", "kind": "k", "text": "x" * 10_000})
+        admin.config_set("client-output-buffer-limit", "normal 65536 0 0")
+        try:
+            line = refusal(folder, url_of("viewer", servers.port), "events", "--count", "100", "--run", run_name)
+        finally:
+            admin.config_set("client-output-buffer-limit", "normal 0 0 0")
+    assert "closed the connection; see its log (a reply above its client-output-buffer-limit is one reason)" in line
+
+
 def test_f50_a_second_run_of_the_same_name(folder: Path, redis_url: str, run_name: str) -> None:
     with contextlib.closing(connect(redis_url, name="test")) as client:
         flow = Flow(client, Keys(run_name))

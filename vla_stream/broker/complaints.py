@@ -164,10 +164,12 @@ def _wrong_protocol(causes: list[BaseException], text: str, url: str) -> str | N
     if parts.scheme == "rediss" and plain_greeting(host, port).startswith(("+", "-")):
         return PLAIN_PORT
     if parts.scheme == "redis" and not late:
-        known = _refusal([], plain_greeting(host, port))
+        greeting = plain_greeting(host, port)
+        # That this look, which has no password, is asked for one says nothing about the connection that broke.
+        known = None if "NOAUTH" in greeting else _refusal([], greeting)
         if known is not None:
             return known
-        if _speaks_tls(host, port):
+        if not greeting.startswith(("+", "-")) and _speaks_tls(host, port):
             return TLS_PORT
     if garbled:
         return "answers, but not in Redis's protocol; check the port"
