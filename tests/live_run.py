@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from vla_stream import config as configs
+from vla_stream.broker import lanes
 from vla_stream.broker.connection import Client
-from vla_stream.broker.lanes import shm_folder
 from vla_stream.config import Config
 from vla_stream.flow import Flow
 from vla_stream.streams.keys import Keys
@@ -74,10 +74,11 @@ class Run:
 
     @property
     def shm(self) -> Path:
-        return shm_folder(self.name, self.url)
+        return self.flow.shm_folder()
 
     def close(self) -> None:
         for worker in self.workers:
             with contextlib.closing(worker.client):
                 worker.release()
-        shutil.rmtree(self.shm, ignore_errors=True)
+        for folder in lanes.SHM_ROOT.glob(f"vla-stream-*-{self.name}-*"):
+            shutil.rmtree(folder, ignore_errors=True)

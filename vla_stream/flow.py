@@ -10,10 +10,12 @@ import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from vla_stream.broker import scripts
 from vla_stream.broker.connection import OUT_OF_MEMORY, Client
+from vla_stream.broker.lanes import shm_folder
 from vla_stream.broker.scripts import Script, Scripts
 from vla_stream.config import Config, validate
 from vla_stream.environments.protocol import Specification
@@ -55,6 +57,7 @@ class FlowState:
     epoch: int
     generation: str
     next_ticket: int
+    shm_token: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,14 @@ class Books:
     @property
     def balance(self) -> int:
         return self.started - self.in_flight - sum(self.outcomes.values())
+
+
+@dataclass(frozen=True, slots=True)
+class LastSeen:
+    """What a launcher remembers for a server that may lose everything."""
+
+    state: FlowState
+    books: Books
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +99,12 @@ class Flow:
 
     # ---- the run
 
-    def create(self, config: Config, last: FlowState | None = None) -> bool:
+    def create(self, config: Config, last: LastSeen | None = None) -> bool:
         """Start the run's flow; False when a run of this name exists on this server.
 
         last: what was seen before the server lost it. Versions and tickets go on from there, since generators still
-        hold the old weights and simulators the old tickets; tickets granted after that look are jumped over.
+        hold the old weights and simulators the old tickets; tickets granted after that look are jumped over, what was
+        in flight is counted as lost with the server, and permits wait for one lease (see `register`).
         """
         state: dict[str, str | int] = {
             "desired": "running",
@@ -103,14 +115,31 @@ class Flow:
             "first_version": 0,
             "epoch": 0,
             "next_ticket": 0,
+            "target_updates": config.updates,
             "generation": secrets.token_hex(8),
+            "shm_token": secrets.token_hex(4),
         }
+        counters: dict[str, int] = {}
         if last is not None:
-            state |= {name: getattr(last, name) for name in ("desired", "update", "version", "first_version", "epoch")}
-            state["next_ticket"] = last.next_ticket + TICKETS_JUMPED
-        flat = [item for pair in state.items() for item in pair]
-        keys = [self.keys.flow, self.keys.config]
-        return bool(self._call(scripts.CREATE_RUN, keys, [config.model_dump_json(), *flat]))
+            seen, books = last.state, last.books
+            state |= {name: getattr(seen, name) for name in ("desired", "update", "version", "first_version", "epoch")}
+            state["shm_token"] = seen.shm_token
+            state["next_ticket"] = seen.next_ticket + TICKETS_JUMPED
+            counters = {**books.outcomes, "started": books.started, "given_up": books.given_up}
+            counters["lost_with_server"] += books.in_flight
+        hold_ms = int(config.flow.lease_s * 1000) if last is not None else 0
+        arguments = [config.model_dump_json(), hold_ms, len(counters), *_flat(counters), *_flat(state)]
+        return bool(self._call(scripts.CREATE_RUN, [self.keys.flow, self.keys.config, self.keys.books], arguments))
+
+    def adopt(self, config: Config) -> None:
+        """The run that is there goes on with another config: its admission and its attached workers follow it."""
+        arguments = [
+            config.model_dump_json(),
+            *("segments_per_update", config.trainer.segments_per_update),
+            *("max_staleness", config.flow.max_staleness),
+        ]
+        if self._call(scripts.ADOPT_CONFIG, [self.keys.flow, self.keys.config], arguments) != 1:
+            raise self._no_such_run()
 
     def state(self) -> FlowState | None:
         """None when there is no such run on this server (not yet, or flushed)."""
@@ -122,7 +151,8 @@ class Flow:
         if desired not in DESIRED:
             raise BadMessage(f"{self.keys.flow}: desired is {desired!r}, expected one of {', '.join(DESIRED)}")
         numbers = {n: int(raw.get(n, 0)) for n in ("update", "version", "first_version", "epoch", "next_ticket")}
-        return FlowState(desired=desired, generation=raw.get("generation", ""), **numbers)
+        generation, token = raw.get("generation", ""), raw.get("shm_token", "")
+        return FlowState(desired=desired, generation=generation, shm_token=token, **numbers)
 
     def config(self) -> Config:
         """The run's resolved config, checked as if it were a file. Raises InputError when there is no such run."""
@@ -147,6 +177,13 @@ class Flow:
         raw: Any = self.client.hget(self.keys.flow, "specification")
         return None if raw is None else specification_from_json(bytes(raw).decode(errors="replace"))
 
+    def shm_folder(self) -> Path:
+        """The run's folder in /dev/shm, on whichever host this is. Raises InputError when there is no such run."""
+        state = self.state()
+        if state is None:
+            raise self._no_such_run()
+        return shm_folder(self.keys.run, state.shm_token)
+
     # ---- simulators
 
     def announce(self, specification: Specification) -> None:
@@ -160,13 +197,20 @@ class Flow:
             )
 
     def grant(self, wanted: int, lease_s: float, *, all_or_none: bool = False) -> list[Permit] | str:
-        """Up to `wanted` permits, or the word why there is none: paused, draining, stopped, no weights, full, missing
-        (no such run)."""
+        """Up to `wanted` permits, or the word why there is none: paused, draining, stopped, holding, no weights, full,
+        missing (no such run)."""
         keys = [self.keys.flow, self.keys.permits, self.keys.published, self.keys.refunded, self.keys.books]
         reply = self._call(scripts.GRANT, keys, [wanted, int(lease_s * 1000), int(all_or_none)])
         if isinstance(reply, bytes):
             return reply.decode()
         return [Permit(*parse_member(member.decode()), int(low)) for member, low in reply]
+
+    def register(self, generation: str, members: Sequence[str], lease_s: float) -> int:
+        """Segments in the making when the server lost everything go on under their old permits; returns how many."""
+        if not members:
+            return 0
+        keys = [self.keys.flow, self.keys.permits, self.keys.published, self.keys.books]
+        return int(self._call(scripts.REGISTER, keys, [generation, int(lease_s * 1000), *members]))
 
     def renew(self, members: Sequence[str], lease_s: float) -> list[str]:
         """Renew permits; returns those that are gone: their segments must be dropped."""
@@ -178,7 +222,7 @@ class Flow:
     def publish(self, member: str, fields: Mapping[bytes, bytes]) -> Literal["added", "repeat"]:
         """Add a segment to `trajectories` exactly once, however often this is called. Raises Expired when its permit
         is gone: only then may the segment be dropped."""
-        flat = [item for pair in fields.items() for item in pair]
+        flat = _flat(fields)
         keys = [self.keys.permits, self.keys.published, self.keys.entries, self.keys.trajectories]
         answer = self._call(scripts.PUBLISH, keys, [member, *flat])
         if answer == b"expired":
@@ -223,19 +267,22 @@ class Flow:
         manifest: Mapping[bytes, bytes],
         *,
         skipped: bool,
-    ) -> Literal["committed", "repeat"]:
-        """One update becomes real. Raises Expired when a newer trainer took over."""
+    ) -> Literal["committed", "repeat", "missing"]:
+        """One update becomes real; `missing` when the server lost the run. Raises Expired when a newer trainer took
+        over."""
         k = self.keys
         keys = [k.flow, k.published, k.entries, k.books, k.trajectories, k.weights]
         pairs = [item for c in consumed for item in (c.entry, c.member)]
         counter = "skipped" if skipped else "trained"
         fixed = [epoch, expected_update, version, counter, TRAINERS, ENTRIES_KEPT, len(consumed)]
-        flat = [item for pair in manifest.items() for item in pair]
+        flat = _flat(manifest)
         answer = self._call(scripts.COMMIT, keys, [*fixed, *pairs, *flat])
         if answer == b"fenced":
             raise Expired(
                 f"trainer of epoch {epoch} was replaced by a newer one; its update {expected_update + 1} is void"
             )
+        if answer == b"missing":
+            return "missing"
         return "committed" if answer == b"committed" else "repeat"
 
     def resume(
@@ -244,7 +291,7 @@ class Flow:
         """A trainer takes over at `update` with weights `version`, as epoch + 1. `trained` and `skipped` are the
         checkpoint's counters: what was trained beyond them is rolled back. Raises Expired."""
         keys = [self.keys.flow, self.keys.books, self.keys.weights]
-        flat = [item for pair in manifest.items() for item in pair]
+        flat = _flat(manifest)
         answer = self._call(scripts.RESUME, keys, [epoch, update, version, ENTRIES_KEPT, trained, skipped, *flat])
         if answer != b"resumed":
             raise Expired(f"run {self.keys.run}: another trainer took over while this one started")
@@ -295,3 +342,7 @@ class Flow:
 
     def _call(self, script: Script, keys: Sequence[str], arguments: Sequence[object]) -> Any:
         return self.scripts.call(script, keys, arguments)
+
+
+def _flat(fields: Mapping[Any, object]) -> list[object]:
+    return [item for pair in fields.items() for item in pair]

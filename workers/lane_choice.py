@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from urllib.parse import urlsplit
 
-from vla_stream.broker.lanes import Lane, RedisLane, ShmLane, shm_folder, shm_usable
+from vla_stream.broker.lanes import Lane, RedisLane, ShmLane, shm_usable
 from vla_stream.config import Config
 from vla_stream.errors import InputError
 from workers.worker import Worker
@@ -24,7 +24,7 @@ def choose_lane(config: Config, worker: Worker) -> Lane | None:
     if wanted == "auto" and reason is None and not is_local(worker.url):
         reason = "the server may be on another host"
     if reason is None:
-        return ShmLane(shm_folder(worker.keys.run, worker.url))
+        return ShmLane(worker.flow.shm_folder())
     if wanted == "shm":
         raise InputError(f"broker.lane is shm, but {reason}; use redis")
     worker.say("lane", f"observations travel through Redis: {reason}")

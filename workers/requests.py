@@ -11,7 +11,7 @@ import numpy as np
 from vla_stream import seeds
 from vla_stream.batching import Batcher, padded_size
 from vla_stream.broker.connection import OUT_OF_MEMORY, Client, ServerClock
-from vla_stream.broker.lanes import PayloadReader, shm_folder
+from vla_stream.broker.lanes import PayloadReader
 from vla_stream.broker.queue import Entry, WorkQueue
 from vla_stream.broker.scripts import ANSWER, Scripts
 from vla_stream.config import Config
@@ -68,7 +68,7 @@ class Collector:
         self.queue = WorkQueue(
             client, Scripts(client), worker.keys.obs_requests, GENERATORS, worker.id, config.flow.lease_s
         )
-        self.reader = PayloadReader(client, worker.keys.blob, shm_folder(worker.keys.run, worker.url))
+        self.reader = PayloadReader(client, worker.keys.blob, worker.flow.shm_folder())
         self.clock = ServerClock(client)
         self.batcher: Batcher[Work] = Batcher(config.generators.max_batch_size, config.generators.max_wait_ms)
         self.refusals: Answers = []

@@ -330,8 +330,7 @@ class Simulator:
     def _renew_and_ask_again(self) -> None:
         now_s = time.monotonic()
         if self.worker.generation != self._generation:
-            # The server lost everything: permits, outstanding requests and our stream. Find out now, not a lease later.
-            self._generation, self._next_renewal_s = self.worker.generation, 0.0
+            self._register_anew()
         if now_s < self._next_renewal_s:
             return
         active = {s.permit.member: s for b in self.batches for s in b.active if s.permit is not None}
@@ -350,6 +349,19 @@ class Simulator:
         for identity, asked in list(self._asked.items()):
             if asked.since_s < overdue_s:
                 self._ask_again(identity, asked)
+
+    def _register_anew(self) -> None:
+        """The server lost permits, requests and our stream: what is in the making goes on, and is asked for again."""
+        generation = self.worker.generation
+        if self._generation:
+            members = [s.permit.member for b in self.batches for s in b.active if s.permit is not None]
+            kept = self.flow.register(generation, members, self.config.flow.lease_s)
+            self.replies.open()
+            for identity, asked in self._asked.items():
+                if asked.slot.request is not None:
+                    self._outbox[identity] = (asked.slot, asked.slot.request)
+            self.worker.say("registered", f"the server lost the run; {kept} segments in the making go on")
+        self._generation, self._next_renewal_s = generation, 0.0
 
     def _ask_again(self, identity: str, asked: _Asked) -> None:
         """The same request under the same id, if it is gone from the stream."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from vla_stream.broker.connection import UNREACHABLE
-from vla_stream.broker.lanes import PayloadReader, shm_folder
+from vla_stream.broker.lanes import PayloadReader
 from vla_stream.broker.queue import Entry, WorkQueue
 from vla_stream.config import CHECKPOINTS, DEMONSTRATIONS, Config
 from vla_stream.environments.protocol import Specification
@@ -72,9 +72,10 @@ class Trainer:
         self.queue = WorkQueue(
             self.client, self.flow.scripts, worker.keys.trajectories, TRAINERS, worker.id, config.flow.lease_s
         )
-        self.reader = PayloadReader(self.client, worker.keys.blob, shm_folder(worker.keys.run, worker.url))
+        self.reader = PayloadReader(self.client, worker.keys.blob, self.flow.shm_folder())
         self.folder = config.run_dir / CHECKPOINTS
         self.update, self.version, self.epoch = 0, 0, 0
+        self.generation = ""  # of the server's life in which this trainer took the run over
         self.outcomes = EpisodeOutcomes()
         self._held: dict[str, _Held] = {}
         self._manifest: WeightsManifest | None = None
@@ -98,28 +99,47 @@ class Trainer:
         trained = skipped = 0
         if found is not None:
             self.learner.load_state(LearnerState(found.update, found.policy, found.optimiser))
-            self.update, self._checkpointed = found.update, found.update
+            self.update, self.version, self._checkpointed = found.update, found.version, found.update
             trained, skipped = int(found.meta["trained"]), int(found.meta["skipped"])
+        self._take_over(trained, skipped)
+        if self._checkpointed != self.update:
+            self._save_checkpoint()
+        self.recover()
+
+    def start_anew(self) -> None:
+        """The server lost everything, and the launcher made the run's flow again: what was published is lost, these
+        weights are not, and they go out under a version of their own."""
+        for held in self._held.values():
+            self._remove_payloads(held.trajectory)
+        lost = len(self._held)
+        self._held.clear()
+        self._take_over(self._trained, self._skipped)
+        self.worker.say(
+            "taken over", f"the server lost the run; it goes on at update {self.update}, {lost} segments less"
+        )
+
+    def _take_over(self, trained: int, skipped: int) -> None:
+        """Raise the epoch, and publish these weights. trained, skipped: counters of the lineage that goes on."""
         state = self.flow.state()
         if state is None:
             raise InputError(f"run {self.worker.keys.run}: not on this server; start it with `vla-stream run`")
-        self.version, self.epoch = state.version + 1, state.epoch + 1
+        # Versions are never used twice, also when the server remembers an older one than we do.
+        self.version, self.epoch = max(self.version, state.version) + 1, state.epoch + 1
         previous = newest_manifest(self.client, self.worker.keys)
         manifest, chunks = self._describe_weights()
         publish_chunks(self.flow.scripts, self.worker.keys, manifest, chunks, UNCOMMITTED_CHUNKS_S)
         self.flow.resume(state.epoch, self.update, self.version, trained, skipped, manifest.to_fields())
         keep_chunks(self.client, self.worker.keys, manifest, previous, OLD_CHUNKS_S)
-        self._manifest = manifest
+        self._manifest, self.generation = manifest, state.generation
         books = self.flow.books()
         self._trained, self._skipped = books.outcomes["trained"], books.outcomes["skipped"]
-        if found is None or (self._trained, self._skipped) != (trained, skipped):
-            self._save_checkpoint()
+        if (self._trained, self._skipped) != (trained, skipped):
+            self._save_checkpoint()  # its counters are those of this server's books
         if state.update > self.update:
             self.worker.say(
                 "rolled back", f"{state.update - self.update} updates after checkpoint {self.update} are repeated"
             )
         self.worker.version, self.worker.progress = self.version, self.update
-        self.recover()
 
     def recover(self) -> None:
         """At start and after each reconnect: what an earlier trainer or a lost reply left pending."""
@@ -291,6 +311,7 @@ class Trainer:
             return True
 
         # After a lost reply the script answers `repeat`: trying again is harmless, giving up would lose an update.
+        # `missing`: the server lost the run. The update stands in our memory, and `start_anew` publishes it.
         if self.worker.patiently(publish) is None:
             raise RunFailed(f"{self.worker.id}: told to end while Redis was unreachable; update {self.update} is void")
         self._manifest = manifest
@@ -382,6 +403,8 @@ def serve(worker: Worker, config: Config) -> None:
     worker.state = "running"
     while not trainer.done and not worker.draining:
         worker.patiently(worker.beat)
+        if worker.generation not in ("", trainer.generation):
+            worker.patiently(trainer.start_anew)
         with worker.meter.busy("loop"):
             worker.patiently(lambda: trainer.step(int(BLOCK_S * 1000 / 4)), trainer.recover)
     trainer.close()

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from vla_stream.broker.connection import Client
-from vla_stream.broker.lanes import shm_folder
 from vla_stream.cli.display import PlainDisplay
 from vla_stream.cli.launch import Launch
 from vla_stream.cli.signals import Signals
@@ -120,8 +119,8 @@ def test_a_server_that_forgot_the_run_gets_it_back_as_it_was_seen_last(
 def test_the_end_leaves_no_key_no_file_and_no_process_even_after_an_error(
     config: Config, redis_url: str, signals: Signals, client: Client, keys: Keys
 ) -> None:
-    shm = shm_folder(config.name, redis_url)
     with pytest.raises(RuntimeError, match="in between"), make(config, redis_url, signals) as launch:
+        shm = launch.flow.shm_folder()
         shm.mkdir(mode=0o700)
         (shm / "1.1-0011aabb").touch()
         sample(client, keys, "simulator-0", "simulator", "second", {"env_steps": 5})

@@ -55,9 +55,9 @@ def segment_name(ticket: int, attempt: int) -> str:
     return f"{ticket}.{attempt}-{secrets.token_hex(4)}"
 
 
-def shm_folder(run: str, server: str) -> Path:
-    """Private folder of one run on this host; `server` (its URL) tells runs of one name apart."""
-    return SHM_ROOT / f"vla-stream-{os.getuid()}-{run}-{digest_of(server.encode())[:8]}"
+def shm_folder(run: str, token: str) -> Path:
+    """Private folder of one run on this host; the run's random `token` tells runs of one name apart."""
+    return SHM_ROOT / f"vla-stream-{os.getuid()}-{run}-{token}"
 
 
 class ShmLane:

@@ -142,11 +142,48 @@ return redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[1], '*', unpack(ARGV, 2))
 CREATE_RUN = Script(
     "create_run",
     """
--- KEYS flow config | ARGV config field value… ; 0 when the run exists.
+-- KEYS flow config books | ARGV config hold_ms n (counter value)×n field value… ; 0 when the run exists.
+-- hold_ms: no permits for so long, since simulators may still register segments of the server's last life.
 if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
+local n = tonumber(ARGV[3])
+redis.call('HSET', KEYS[1], 'hold_until_ms', now_ms() + ARGV[2], unpack(ARGV, 4 + 2 * n))
+redis.call('SET', KEYS[2], ARGV[1])
+redis.call('DEL', KEYS[3])
+if n > 0 then redis.call('HSET', KEYS[3], unpack(ARGV, 4, 3 + 2 * n)) end
+return 1
+""",
+)
+
+ADOPT_CONFIG = Script(
+    "adopt_config",
+    """
+-- KEYS flow config | ARGV config field value… ; 0 when there is no such run.
+if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
 redis.call('HSET', KEYS[1], unpack(ARGV, 2))
 redis.call('SET', KEYS[2], ARGV[1])
 return 1
+""",
+)
+
+REGISTER = Script(
+    "register",
+    """
+-- KEYS flow permits published books | ARGV generation lease_ms member… ; returns how many are permits now.
+-- Segments in the making when the server lost everything go on: they were counted as lost, or were never counted.
+if redis.call('HGET', KEYS[1], 'generation') ~= ARGV[1] then return 0 end
+local count = 0
+for i = 3, #ARGV do
+  if not redis.call('ZSCORE', KEYS[2], ARGV[i]) and not redis.call('ZSCORE', KEYS[3], ARGV[i]) then
+    if tonumber(redis.call('HGET', KEYS[4], 'lost_with_server') or '0') > 0 then
+      redis.call('HINCRBY', KEYS[4], 'lost_with_server', -1)
+    else
+      redis.call('HINCRBY', KEYS[4], 'started', 1)
+    end
+    redis.call('ZADD', KEYS[2], now_ms() + ARGV[2], ARGV[i])
+    count = count + 1
+  end
+end
+return count
 """,
 )
 
@@ -177,10 +214,12 @@ GRANT = Script(
     """
 -- KEYS flow permits published refunded books | ARGV wanted lease_ms all_or_none
 -- Admission: outstanding = |permits| + |published| stays below (1 + eta)·B. Returns a reason, or {member, min_version}…
-local f = redis.call('HMGET', KEYS[1], 'desired', 'segments_per_update', 'max_staleness', 'version', 'first_version')
+local f = redis.call('HMGET', KEYS[1], 'desired', 'segments_per_update', 'max_staleness', 'version', 'first_version',
+                     'hold_until_ms')
 if not f[1] then return 'missing' end
 expire(KEYS[2], KEYS[4], KEYS[5])
 if f[1] ~= 'running' then return f[1] end
+if now_ms() < tonumber(f[6]) then return 'holding' end
 if tonumber(f[4]) == 0 then return 'no weights' end
 local B, eta = tonumber(f[2]), tonumber(f[3])
 local outstanding = redis.call('ZCARD', KEYS[2]) + redis.call('ZCARD', KEYS[3])
@@ -307,6 +346,7 @@ COMMIT = Script(
 -- ARGV epoch expected_update version counter group weights_kept n (entry member)×n field value…
 -- One update: weights entry, new update and version, segments acknowledged, deleted and un-published.
 local f = redis.call('HMGET', KEYS[1], 'epoch', 'update', 'version')
+if not f[1] then return 'missing' end
 if f[1] ~= ARGV[1] then return 'fenced' end
 if tonumber(f[2]) == ARGV[2] + 1 and f[3] == ARGV[3] then return 'repeat' end
 if f[2] ~= ARGV[2] then return 'fenced' end

@@ -193,11 +193,12 @@ def _array(array: np.ndarray) -> str:
 
 def _save_image(client: Client, keys: Keys, target: Target, stream: str, file: Path) -> None:
     """The images of the newest entry that can be opened, or of the next one to come."""
-    from vla_stream.broker.lanes import PayloadReader, shm_folder
+    from vla_stream.broker.lanes import PayloadReader
     from vla_stream.broker.tail import Tail, newest_entries
+    from vla_stream.flow import Flow
 
     key = key_of(keys, stream)
-    reader = PayloadReader(client, keys.blob, shm_folder(target.run, target.url))
+    reader = PayloadReader(client, keys.blob, Flow(client, keys).shm_folder())
     entries = newest_entries(client, key, 5)
     tail = Tail(client, key, entries[-1].id if entries else "0")
     deadline_s = time.monotonic() + IMAGE_DEADLINE_S

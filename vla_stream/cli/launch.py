@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Literal
 
 from vla_stream.broker.connection import OUT_OF_MEMORY, REDIS_ERRORS, UNREACHABLE, Client, check_server, connect
-from vla_stream.broker.lanes import shm_folder
 from vla_stream.broker.server import EmbeddedServer
 from vla_stream.broker.tail import Tail
 from vla_stream.cli.display import Display
@@ -23,7 +22,7 @@ from vla_stream.cli.signals import Signals
 from vla_stream.config import Config
 from vla_stream.environments.protocol import Specification
 from vla_stream.errors import InputError, RunFailed
-from vla_stream.flow import Desired, Flow, FlowState
+from vla_stream.flow import Desired, Flow, FlowState, LastSeen
 from vla_stream.streams import presence
 from vla_stream.streams.keys import Keys
 from workers.janitor import Janitor
@@ -33,6 +32,7 @@ LAUNCHER = "launcher"
 LAUNCHER_TTL_S = 30.0
 BEAT_S = 1.0
 STEP_S = 0.1
+LOOK_S = 0.3  # between two looks at what a server that loses everything must be told again
 END_DRAIN_S = 5.0  # for segments in flight once the last update is done: nobody will train them
 OTHERS_LEAVE_S = 4.0  # attached workers see the end within a second
 EVENT_EVERY_S = 5.0  # per kind, on the terminal; all of them stand in the stream
@@ -72,14 +72,13 @@ class Launch:
         self.flow = Flow(self.client, self.keys)
         self.progress = Progress(config.updates)
         self.supervisor: Supervisor | None = None
-        self._shm = shm_folder(config.name, url)
         self._janitor: Janitor | None = None
         self._token = secrets.token_hex(8)
         self._metrics = MetricsFile(self.client, self.keys, self.run_dir / METRICS_FILE)
         self._told: deque[str] = deque(maxlen=200)
         self._event_times: dict[str, float] = {}
-        self._next_beat_s = 0.0
-        self._last: FlowState | None = None
+        self._next_beat_s = self._next_look_s = 0.0
+        self._last: LastSeen | None = None
         self._specification: Specification | None = None
         self._claimed = False
         self._started_ms = int(time.time() * 1000)
@@ -90,7 +89,7 @@ class Launch:
             self._create()
             self._claim()
             # Ours alone from here on: no other launcher has this run on this server.
-            self._janitor = Janitor(self._shm)
+            self._janitor = Janitor(self.flow.shm_folder())
             self._events = Tail(self.client, self.keys.events, "$")
         except BaseException:
             self._clear_up()
@@ -110,7 +109,7 @@ class Launch:
             self.config.runs_dir,
             lease_s=self.config.flow.lease_s,
             watch_roles=True,
-            shm=self._shm,
+            shm=self.flow.shm_folder(),
         )
         counts = {"trainer": 1, "generator": self.config.generators.count, "simulator": self.config.simulators.count}
         for role in ROLES:
@@ -175,7 +174,9 @@ class Launch:
             state = self.flow.state()
             if state is None:
                 state = self._create_anew()
-            self._last = state or self._last
+            if state is not None and time.monotonic() >= self._next_look_s:
+                self._next_look_s = time.monotonic() + LOOK_S
+                self._last = LastSeen(state, self.flow.books())
             self._read(state)
         self.display.show(self.progress)
         return state
@@ -220,7 +221,7 @@ class Launch:
             )
         if others:
             # Pools that outlived the launcher: they go on with the new trainer.
-            self.client.set(self.keys.config, self.config.model_dump_json())
+            self.flow.adopt(self.config)
             self.flow.set_desired("running", by="vla-stream run --resume")
             self.display.tell(f"taking over run {self.config.name} with {len(others)} attached workers")
             return

@@ -75,7 +75,6 @@ def split_devices(text: str) -> list[str]:
 
 def _attach(role: str, target: Target, count: int, devices: str, allowed: tuple[str, ...]) -> None:
     from vla_stream import plugins
-    from vla_stream.broker.lanes import shm_folder
     from vla_stream.cli.signals import Signals
     from vla_stream.flow import Flow
     from vla_stream.streams.keys import Keys
@@ -86,7 +85,7 @@ def _attach(role: str, target: Target, count: int, devices: str, allowed: tuple[
     with connected(target.url) as client:
         flow = Flow(client, Keys(target.run))
         config = flow.config()
-        state = flow.state()
+        state, shm = flow.state(), flow.shm_folder()
         if state is None or state.desired in ("draining", "stopped"):
             raise InputError(f"run {target.run}: is ending, expected one that goes on; nothing is attached")
     with Signals() as signals, explained(target.url):
@@ -95,7 +94,7 @@ def _attach(role: str, target: Target, count: int, devices: str, allowed: tuple[
             target.run,
             target.runs_dir,
             lease_s=config.flow.lease_s,
-            shm=shm_folder(target.run, target.url),
+            shm=shm,
         )
         try:
             ids = supervisor.launch(role, count, spread)
