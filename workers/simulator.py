@@ -145,6 +145,8 @@ class Simulator:
                 continue
             slot = asked.slot
             self.meter.mean("reply_ms", (time.monotonic() - asked.since_s) * 1000)
+            if reply.act is not None:
+                self.meter.mean("value", float(reply.act.values.mean()))
             try:
                 if reply.act is None:
                     raise EnvironmentFailed(f"generator answered with an error: {reply.error}")

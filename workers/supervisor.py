@@ -354,7 +354,7 @@ class Supervisor:
             if child.process is None or child.kill_reason:
                 continue
             state = self._client.hget(self.keys.worker(child.id), "state")
-            looping = child.role != "trainer" and child.state.startswith(("running", "waiting"))
+            looping = child.state.startswith(("running", "waiting"))
             if isinstance(state, bytes):
                 child.state, child.silent_since_s = state.decode(errors="replace"), None
             elif child.silent_since_s is None:

@@ -259,7 +259,7 @@ class Trainer:
         current = self.learner.updates_done
         prepared = [h.prepared if h.prepared.update == current else self.learner.prepare(h.segment) for h in chosen]
         staleness = [self.version - held.trajectory.version for held in chosen]
-        with self.meter.busy("update"):
+        with self.worker.long_step("updating"), self.meter.busy("update"):
             result = self.learner.update(prepared, self.version)
         self._note_skip(result, chosen)
         self._commit(chosen, skipped=result.skipped is not None)

@@ -106,12 +106,12 @@ class Worker:
     @contextlib.contextmanager
     def long_step(self, state: str) -> Iterator[None]:
         """The body may take minutes without a beat: until it is over, silence is no sign of death."""
-        self.state, self._ttl_s = state, LONG_TTL_S
+        before, self.state, self._ttl_s = self.state, state, LONG_TTL_S
         self.patiently(self._write_hash)
         try:
             yield
         finally:
-            self._ttl_s, self._next_beat_s = TTL_S, 0.0
+            self.state, self._ttl_s, self._next_beat_s = before, TTL_S, 0.0
 
     def emit(self, kind: str, sample: dict[str, float]) -> None:
         """One entry of the `metrics` stream."""

@@ -235,7 +235,7 @@ def test_f06_a_worker_that_loops_and_falls_silent_is_killed_and_restarted(
     assert not running(bench.pids(name)[0])
 
 
-@pytest.mark.parametrize(("role", "state"), [("generator", "loading"), ("trainer", "running")])
+@pytest.mark.parametrize(("role", "state"), [("generator", "loading"), ("trainer", "updating")])
 def test_f06_a_worker_that_may_be_busy_for_minutes_is_given_them(
     bench: Bench, client: Client, role: str, state: str
 ) -> None:
