@@ -78,6 +78,7 @@ class Trainer:
         self.generation = ""  # of the server's life in which this trainer took the run over
         self.outcomes = EpisodeOutcomes()
         self._held: dict[str, _Held] = {}
+        self._void: set[str] = set()  # trained in an update that the server lost before its commit
         self._manifest: WeightsManifest | None = None
         self._trained = self._skipped = 0
         self._skipped_in_a_row = 0
@@ -117,6 +118,7 @@ class Trainer:
         self.worker.say(
             "taken over", f"the server lost the run; it goes on at update {self.update}, {lost} segments less"
         )
+        self.recover()
 
     def _take_over(self, trained: int, skipped: int) -> None:
         """Raise the epoch, and publish these weights. trained, skipped: counters of the lineage that goes on."""
@@ -183,6 +185,9 @@ class Trainer:
             trajectory = Trajectory.from_fields(entry.fields)
             if not self.flow.is_published(Consumed(entry.id, trajectory.member)):
                 raise BadMessage(f"segment {trajectory.member} was not published as this entry")
+            if trajectory.member in self._void:
+                self._refuse(entry, trajectory, "it was trained before the server lost the run")
+                return
             staleness = self.version - trajectory.version
             if staleness > self.config.flow.stale_limit_versions:
                 self._refuse(entry, trajectory, f"staleness {staleness} is above flow.stale_limit")
@@ -303,10 +308,15 @@ class Trainer:
         self.update += 1
         manifest, chunks = self._describe_weights()
 
+        answers: list[str] = []
+
         def publish() -> bool:
             publish_chunks(self.flow.scripts, self.worker.keys, manifest, chunks, UNCOMMITTED_CHUNKS_S)
             consumed = [held.consumed for held in chosen]
-            self.flow.commit(self.epoch, self.update - 1, self.version, consumed, manifest.to_fields(), skipped=skipped)
+            fields = manifest.to_fields()
+            answers.append(
+                self.flow.commit(self.epoch, self.update - 1, self.version, consumed, fields, skipped=skipped)
+            )
             keep_chunks(self.client, self.worker.keys, manifest, previous, OLD_CHUNKS_S)
             return True
 
@@ -315,6 +325,9 @@ class Trainer:
         if self.worker.patiently(publish) is None:
             raise RunFailed(f"{self.worker.id}: told to end while Redis was unreachable; update {self.update} is void")
         self._manifest = manifest
+        if answers[-1] == "missing":
+            self._void |= {held.trajectory.member for held in chosen}
+            self.worker.look_again()
         for held in chosen:
             del self._held[held.trajectory.member]
         self._trained += 0 if skipped else len(chosen)

@@ -103,6 +103,10 @@ class Worker:
             self.desired, self.generation = state.desired, state.generation
         self.emit("second", self.meter.sample())
 
+    def look_again(self) -> None:
+        """The next `beat` reads the desired state, however short ago the last one was."""
+        self._next_beat_s = 0.0
+
     @contextlib.contextmanager
     def long_step(self, state: str) -> Iterator[None]:
         """The body may take minutes without a beat: until it is over, silence is no sign of death."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from vla_stream.broker.connection import Client
+from vla_stream.broker.connection import UNREACHABLE, Client, connect
 from vla_stream.cli import samples
 from vla_stream.flow import Flow
 from vla_stream.streams.keys import Keys
@@ -162,3 +163,31 @@ def test_a_run_survives_kills_refuses_a_twin_drains_on_ctrl_c_and_resumes(
 def events(client: Client, keys: Keys) -> list[Any]:
     found: Any = client.xrange(keys.events)
     return list(found)
+
+
+@pytest.mark.timeout(180)
+def test_f10_a_server_killed_in_mid_run_costs_the_run_only_what_it_held(shell: Shell, run_name: str) -> None:
+    settings = ["--updates", "12", "--set", "flow.lease_s=2", "--set", "evaluation.episodes=0"]
+    process = shell.start("run", "mini.yaml", "--run", run_name, *settings)
+    address = shell.folder / "runs" / run_name / "redis.url"
+    wait_for(address.exists, "the embedded server's address")
+    with contextlib.closing(connect(address.read_text().strip(), name="test")) as client:
+        flow = Flow(client, Keys(run_name))
+
+        def update() -> int:
+            with contextlib.suppress(*UNREACHABLE):
+                state = flow.state()
+                return 0 if state is None else state.update
+            return 0
+
+        wait_for(lambda: update() >= 3, "three updates")
+        before = update()
+        server: Any = client.info("server")
+        os.kill(int(server["process_id"]), signal.SIGKILL)
+        wait_for(lambda: update() > before, "an update by the new server")
+        assert flow.books().balance == 0
+    shown, _ = process.communicate(timeout=90)
+    assert process.returncode == 0, shown
+    assert "12 updates from" in shown and "crashed" not in shown and "Traceback" not in shown
+    numbers = [r["update"] for r in samples.load(shell.folder / "runs" / run_name / "metrics.jsonl") if "update" in r]
+    assert numbers == sorted(set(numbers)) and numbers[-1] == 12

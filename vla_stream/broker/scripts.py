@@ -345,8 +345,9 @@ COMMIT = Script(
 -- KEYS flow published entries books trajectories weights
 -- ARGV epoch expected_update version counter group weights_kept n (entry member)×n field value…
 -- One update: weights entry, new update and version, segments acknowledged, deleted and un-published.
-local f = redis.call('HMGET', KEYS[1], 'epoch', 'update', 'version')
-if not f[1] then return 'missing' end
+-- missing: this life of the server knows of no trainer yet; the caller has to take the run over anew.
+local f = redis.call('HMGET', KEYS[1], 'epoch', 'update', 'version', 'generation', 'taken_over')
+if not f[5] or f[4] ~= f[5] then return 'missing' end
 if f[1] ~= ARGV[1] then return 'fenced' end
 if tonumber(f[2]) == ARGV[2] + 1 and f[3] == ARGV[3] then return 'repeat' end
 if f[2] ~= ARGV[2] then return 'fenced' end
@@ -369,7 +370,7 @@ RESUME = Script(
     """
 -- KEYS flow books weights | ARGV expected_epoch update version weights_kept trained skipped field value…
 -- A trainer starts: its epoch fences off older ones; what the lost lineage had trained is rolled back.
-local f = redis.call('HMGET', KEYS[1], 'epoch', 'version')
+local f = redis.call('HMGET', KEYS[1], 'epoch', 'generation')
 if not f[1] then return 'missing' end
 if f[1] ~= ARGV[1] then return 'fenced' end
 for i, counter in ipairs({'trained', 'skipped'}) do
@@ -380,7 +381,8 @@ for i, counter in ipairs({'trained', 'skipped'}) do
     redis.call('HINCRBY', KEYS[2], 'rolled_back', lost)
   end
 end
-redis.call('HSET', KEYS[1], 'epoch', f[1] + 1, 'update', ARGV[2], 'version', ARGV[3], 'first_version', ARGV[3])
+redis.call('HSET', KEYS[1], 'epoch', f[1] + 1, 'update', ARGV[2], 'version', ARGV[3], 'first_version', ARGV[3],
+           'taken_over', f[2])
 redis.call('XADD', KEYS[3], 'MAXLEN', ARGV[4], '*', unpack(ARGV, 7))
 return 'resumed'
 """,
