@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -100,6 +100,7 @@ class Supervisor:
 
     watch_roles: tell when a role has no live worker anywhere (the launcher does, a pool does not).
     shm: the run's folder under /dev/shm, swept of files that belong to no live segment.
+    environment: variables for the workers, on top of this process's own.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class Supervisor:
         lease_s: float = 10.0,
         watch_roles: bool = False,
         shm: Path | None = None,
+        environment: Mapping[str, str] | None = None,
         command: Callable[[str, str, str], list[str]] = worker_command,
         silent_after_s: float = SILENT_AFTER_S,
         busy_after_s: float = BUSY_AFTER_S,
@@ -125,7 +127,7 @@ class Supervisor:
         self.unreachable_since_s: float | None = None
         self._client = connect(url, name="supervisor", margin_s=REDIS_MARGIN_S)
         self._flow = Flow(self._client, self.keys)
-        self._command = command
+        self._command, self._environment = command, dict(environment or {})
         self._watch_roles, self._shm, self._lease_s = watch_roles, shm, lease_s
         self._silent_after_s, self._busy_after_s = silent_after_s, busy_after_s
         self._missing_after_s = missing_after_s
@@ -265,6 +267,7 @@ class Supervisor:
             "PYTHONUNBUFFERED": "1",
             **MALLOC_ENVIRONMENT,
             **os.environ,
+            **self._environment,
             "VLA_STREAM_REDIS": self.url,
             "VLA_STREAM_TOKEN": child.token,
             "VLA_STREAM_DEVICE": child.device,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -81,7 +80,6 @@ def _attach(role: str, target: Target, count: int, devices: str, allowed: tuple[
     from workers.supervisor import Supervisor
 
     spread = split_devices(devices)
-    os.environ[plugins.ALLOWED_VARIABLE] = ",".join(allowed)  # for the workers, which inherit it
     with connected(target.url) as client:
         flow = Flow(client, Keys(target.run))
         config = flow.config()
@@ -95,6 +93,7 @@ def _attach(role: str, target: Target, count: int, devices: str, allowed: tuple[
             target.runs_dir,
             lease_s=config.flow.lease_s,
             shm=shm,
+            environment={plugins.ALLOWED_VARIABLE: ",".join(allowed)},
         )
         try:
             ids = supervisor.launch(role, count, spread)
