@@ -73,6 +73,11 @@ class Books:
     def balance(self) -> int:
         return self.started - self.in_flight - sum(self.outcomes.values())
 
+    def __str__(self) -> str:
+        counted = ", ".join(f"{number} {name.replace('_', ' ')}" for name, number in self.outcomes.items() if number)
+        unaccounted = f"; {self.balance} unaccounted for" if self.balance else ""
+        return f"segments {self.started} started = {counted or '0 trained'} + {self.in_flight} in flight{unaccounted}"
+
 
 @dataclass(frozen=True, slots=True)
 class LastSeen:

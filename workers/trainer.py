@@ -8,6 +8,7 @@ trainer, whose epoch fences this one off.
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ from workers.worker import BLOCK_S, Worker, run_process
 UNCOMMITTED_CHUNKS_S = 3600.0
 OLD_CHUNKS_S = 60.0
 SAY_WAITING_S = 20.0
+UPDATES_FILE = "updates.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +286,7 @@ class Trainer:
             **self.outcomes.summary(self.version),
             **result.metrics,
         }
+        self._record(chosen, result)
         self.worker.patiently(lambda: self.worker.emit("update", sample))
         if self.done or self.update % self.config.trainer.checkpoint_every == 0:
             self._save_checkpoint()
@@ -337,6 +340,18 @@ class Trainer:
         for held in chosen:
             with contextlib.suppress(*UNREACHABLE):
                 self._remove_payloads(held.trajectory)
+
+    def _record(self, chosen: list[_Held], result: UpdateResult) -> None:
+        """One line per update in updates.jsonl: which segments it consumed, in the order they were trained in."""
+        line = {
+            "update": self.update,
+            "version": self.version,
+            "epoch": self.epoch,
+            "skipped": result.skipped,
+            "segments": sorted((held.trajectory.member for held in chosen), key=lambda m: int(m.partition(".")[0])),
+        }
+        with contextlib.suppress(OSError), (self.config.run_dir / UPDATES_FILE).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
 
     def _describe_weights(self) -> tuple[WeightsManifest, list[bytes]]:
         return WeightsManifest.describe(

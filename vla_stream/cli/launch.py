@@ -17,7 +17,7 @@ from vla_stream.broker.server import EmbeddedServer
 from vla_stream.broker.tail import Tail
 from vla_stream.cli.display import Display
 from vla_stream.cli.progress import Progress
-from vla_stream.cli.samples import METRICS_FILE, MetricsFile
+from vla_stream.cli.samples import METRICS_FILE, MetricsFile, append
 from vla_stream.cli.signals import Signals
 from vla_stream.config import Config
 from vla_stream.environments.protocol import Specification
@@ -194,6 +194,14 @@ class Launch:
         """What workers wrote since the last look, also after their end."""
         with contextlib.suppress(*UNREACHABLE):
             self.progress.add(self._metrics.read())
+
+    def close_books(self) -> None:
+        """What became of every segment, told, and kept in metrics.jsonl."""
+        with contextlib.suppress(*UNREACHABLE):
+            books = self.flow.books()
+            self.display.tell(str(books))
+            record = {"time": time.time(), "kind": "books", "started": books.started, "in_flight": books.in_flight}
+            append(self.run_dir / METRICS_FILE, [{**record, **books.outcomes, "balance": books.balance}])
 
     def desire(self, desired: Desired) -> None:
         with contextlib.suppress(*UNREACHABLE, OUT_OF_MEMORY):

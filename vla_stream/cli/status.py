@@ -32,7 +32,7 @@ def status(target: Target, as_json: bool) -> None:
         return
     from rich.console import Console
 
-    flow, books = found["flow"], found["books"]
+    flow = found["flow"]
     console = Console(highlight=False)
     console.print(
         f"run {target.run}: {flow['desired']}, update {flow['update']} of {found['updates']}, "
@@ -42,12 +42,7 @@ def status(target: Target, as_json: bool) -> None:
     console.print(_workers_table(found["workers"]))
     queues = " · ".join(f"{name} {length}" for name, length in found["queues"].items())
     console.print(f"queues   {queues}", markup=False)
-    outcomes = ", ".join(f"{number} {name.replace('_', ' ')}" for name, number in books["outcomes"].items() if number)
-    console.print(
-        f"segments {books['started']} started = {outcomes or '0 trained'} + {books['in_flight']} in flight"
-        + (f"; {books['balance']} unaccounted for" if books["balance"] else ""),
-        markup=False,
-    )
+    console.print(found["books"]["sentence"], markup=False)
 
 
 def look(client: Client, run: str) -> dict[str, Any]:
@@ -89,6 +84,7 @@ def look(client: Client, run: str) -> dict[str, Any]:
             "outcomes": dict(books.outcomes),
             "given_up": books.given_up,
             "balance": books.balance,
+            "sentence": str(books),
         },
     }
 
