@@ -19,7 +19,7 @@ from vla_stream.broker.scripts import PUT_CHUNK, Scripts
 from vla_stream.broker.tail import Tail, newest_entries
 from vla_stream.config import Config
 from vla_stream.environments.protocol import Specification
-from vla_stream.errors import BadMessage
+from vla_stream.errors import BadMessage, InputError
 from vla_stream.policies.protocol import Policy
 from vla_stream.streams.keys import Keys
 from vla_stream.streams.weights import ENTRIES_KEPT, WeightsManifest
@@ -149,7 +149,16 @@ def make_policy(config: Config, specification: Specification, device: torch.devi
 
 
 def torch_device(name: str) -> torch.device:
-    """`auto` is cuda where there is one, else cpu."""
+    """`auto` is cuda where there is one, else cpu. Raises InputError for what this host does not have."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(name)
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    # Without CUDA in the build torch fails an assertion.
+    except (RuntimeError, AssertionError) as exc:
+        raise InputError(
+            f"device is {name!r}, which torch cannot use here; set trainer.device, generators.device or --device "
+            "to cpu or auto"
+        ) from exc
+    return device

@@ -122,6 +122,7 @@ class Supervisor:
         self.keys = Keys(run)
         self.children: dict[str, Child] = {}
         self.failures: dict[str, str] = {}
+        self.refused: set[str] = set()  # roles whose failure is bad input: trying again is no remedy
         self.finished: dict[str, int] = {}
         self.draining = False
         self.unreachable_since_s: float | None = None
@@ -328,7 +329,9 @@ class Supervisor:
         if code == EXIT_BAD_INPUT:
             cause = last.removeprefix(f"{child.id}: ")
             self._forget(child, code)
-            self.failures.setdefault(child.role, cause)
+            if child.role not in self.failures:
+                self.failures[child.role] = cause
+                self.refused.add(child.role)
             return Notice("failed", child.id, f"{child.id} cannot run: {cause}")
         details = () if cause in self._shown else tuple(lines[-DETAIL_LINES:])
         self._shown.add(cause)

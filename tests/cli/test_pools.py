@@ -119,7 +119,7 @@ def test_a_worker_that_cannot_run_here_ends_the_pool_with_its_reason(
     flow: Flow, arguments: list[str], fake: Callable[[str], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake("import sys; print('simulator-0: mujoco is missing, install it'); sys.exit(2)")
-    assert call(["simulators", *arguments]) == 1
+    assert call(["simulators", *arguments]) == 2
     assert "Error: simulator: mujoco is missing, install it" in capsys.readouterr().err
 
 

@@ -105,7 +105,7 @@ def test_a_run_alone_ends_in_an_evaluated_policy_and_leaves_only_its_folder(shel
     assert (folder / "curve.png").stat().st_size > 10_000
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"000000", "000001", "000002"}
     kinds = {record.get("kind") for record in samples.load(folder / "metrics.jsonl")}
-    assert kinds == {"start", "second", "update", "evaluation"}
+    assert kinds == {"start", "second", "update", "books", "evaluation"}
     assert "2 demonstrations" in shown
     assert "2 updates from" in shown
     assert "Traceback" not in shown + "".join(log.read_text() for log in (folder / "logs").iterdir())

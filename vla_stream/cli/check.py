@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from vla_stream.cli.options import config_options
+from vla_stream.errors import InputError
 
 if TYPE_CHECKING:
     from vla_stream.config import Config
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 def check(configs: tuple[Path, ...], overrides: tuple[str, ...]) -> None:
     """Validate the files CONFIG... (composed left to right) and print the resolved config, with notes.
 
-    Also loads the environment's and the policy's class and checks their options.
+    Also loads the environment's and the policy's class, checks their options, and looks for the files they name.
     """
     import yaml
 
@@ -26,16 +27,37 @@ def check(configs: tuple[Path, ...], overrides: tuple[str, ...]) -> None:
     from vla_stream import plugins
 
     config = settings.load(configs, overrides)
-    for group, name, options, subject in (
-        (plugins.ENVIRONMENTS, config.environment.name, config.environment.options, "environment.options"),
-        (plugins.POLICIES, config.policy.name, config.policy.options, "policy.options"),
-    ):
-        plugins.parse_options(plugins.load_class(group, name), options, subject)
+    check_environment(config)
+    check_files(config)
+    policy = plugins.load_class(plugins.POLICIES, config.policy.name)
+    plugins.parse_options(policy, config.policy.options, "policy.options")
     click.echo(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True), nl=False)
     click.echo(f"\n{summary(config)}")
     for note in settings.notes(config):
         click.echo(f"note: {note}")
     click.echo("the config is valid")
+
+
+def check_environment(config: Config) -> None:
+    """The environment's class and options, where this host needs them. Raises InputError."""
+    from vla_stream import plugins
+
+    if config.simulators.count > 0:
+        environment = plugins.load_class(plugins.ENVIRONMENTS, config.environment.name)
+        plugins.parse_options(environment, config.environment.options, "environment.options")
+
+
+def check_files(config: Config) -> None:
+    """What a run starts from must be there. Raises InputError."""
+    start = config.policy.init_from
+    if start is not None and not start.is_dir():
+        raise InputError(
+            f"policy.init_from is {str(start)!r}, no such folder; give a checkpoint, for example "
+            "runs/demo/checkpoints/000040"
+        )
+    demos = config.pretrain.demos if config.pretrain else None
+    if demos is not None and not demos.is_file():
+        raise InputError(f"pretrain.demos is {str(demos)!r}, no such file; make it with vla-stream demos")
 
 
 def summary(config: Config) -> str:

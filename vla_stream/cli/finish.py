@@ -38,7 +38,7 @@ def evaluate_ends(config: Config, idle: Callable[[], bool], tell: Callable[[str]
     """Play checkpoint 0 and the newest on the same held-out seeds, side by side in processes of their own.
 
     Returns what `vla-stream eval --json` says, under `before` and `after`; empty without episodes or checkpoints.
-    Raises Interrupted, or RunFailed.
+    Raises Interrupted, or RunFailed (InputError for bad input).
     """
     run_dir = config.run_dir
     folders = checkpoints(run_dir)

@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from vla_stream.errors import RunFailed
+from vla_stream.errors import InputError, RunFailed
 from workers.processes import kill_group, log_tail
+from workers.supervisor import EXIT_BAD_INPUT
 
 TELL_S = 15.0
 
@@ -47,7 +48,7 @@ class Helper:
 def wait_for(helpers: Sequence[Helper], idle: Callable[[], bool], tell: Callable[[str], None]) -> None:
     """Until all have ended well. `idle` is called often; when it answers True, the helpers are killed.
 
-    Raises Interrupted, or RunFailed with the last line of the one that failed.
+    Raises Interrupted, or RunFailed (InputError for bad input) with the last line of the one that failed.
     """
     next_word_s = time.monotonic() + TELL_S
     try:
@@ -62,7 +63,8 @@ def wait_for(helpers: Sequence[Helper], idle: Callable[[], bool], tell: Callable
         for helper in helpers:
             if helper.process.returncode:
                 last = helper.last_word().removeprefix("Error: ") or f"exit code {helper.process.returncode}"
-                raise RunFailed(f"{helper.name}: {last}; see {helper.log}")
+                failed = InputError if helper.process.returncode == EXIT_BAD_INPUT else RunFailed
+                raise failed(f"{helper.name}: {last}; see {helper.log}")
     finally:
         for helper in helpers:
             helper.kill()

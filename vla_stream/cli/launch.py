@@ -116,7 +116,7 @@ class Launch:
             self.supervisor.launch(role, counts[role])
 
     def drive(self) -> Ending:
-        """Until the last update, an end that somebody asked for, or a failed role (RunFailed)."""
+        """Until the last update, an end that somebody asked for, or a failed role (RunFailed, InputError)."""
         supervisor = self.supervisor
         assert supervisor is not None
         ending: Ending = "finished"
@@ -124,6 +124,8 @@ class Launch:
             self._tell(supervisor.step())
             if supervisor.failures and not supervisor.draining:
                 role, cause = next(iter(supervisor.failures.items()))
+                if role in supervisor.refused:
+                    raise InputError(f"{role}: {cause}")
                 raise RunFailed(
                     f"{role}: {cause}; see {self.run_dir / 'logs'}/ and `--resume` to go on from its checkpoint"
                 )

@@ -105,7 +105,8 @@ def _attach(role: str, target: Target, count: int, devices: str, allowed: tuple[
         finally:
             supervisor.close()
     if supervisor.failures:
-        raise RunFailed(f"{role}: {next(iter(supervisor.failures.values()))}")
+        failed = InputError if role in supervisor.refused else RunFailed
+        raise failed(f"{role}: {next(iter(supervisor.failures.values()))}")
 
 
 def _watch(supervisor: Supervisor, target: Target, asked: Callable[[], int], drain_deadline_s: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bdb
 import os
+import shlex
 import threading
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from vla_stream.cli.options import URL_VARIABLE, config_options, connected, explained
-from vla_stream.errors import RunFailed
+from vla_stream.errors import InputError, RunFailed
 
 if TYPE_CHECKING:
     from vla_stream.cli.display import Display
@@ -43,10 +44,15 @@ def run(
     Ctrl-C finishes the segments in flight and ends; a second one stops at once. Everything lands in runs/NAME/.
     """
     from vla_stream import config as settings
+    from vla_stream.cli.check import check_environment, check_files
     from vla_stream.cli.display import make_display
     from vla_stream.cli.folder import RunFolder
 
     config = settings.load(configs, [*overrides, *([f"updates={updates}"] if updates else [])])
+    # The policy's options are left to its workers: reading them would import torch here.
+    check_environment(config)
+    if not resume:
+        check_files(config)
     url = url or os.environ.get(URL_VARIABLE) or None
     if url is not None:
         with connected(url):
@@ -56,8 +62,9 @@ def run(
     try:
         for note in [*folder.notes, *settings.notes(folder.config)]:
             display.tell(f"note: {note}")
-        flags = [*(f"--set {item}" for item in overrides), *([f"--updates {updates}"] if updates else [])]
-        again = " ".join(["vla-stream run", *map(str, configs), *flags, "--run", folder.config.name, "--resume"])
+        flags = [word for item in overrides for word in ("--set", item)]
+        flags += ["--updates", str(updates)] if updates else []
+        again = shlex.join(["vla-stream", "run", *map(str, configs), *flags, "--run", folder.config.name, "--resume"])
         _session(folder, url, display, again, resume=resume, inline=inline)
     finally:
         display.close()
@@ -98,7 +105,7 @@ def _session(folder: RunFolder, url: str | None, display: Display, again: str, *
             results = finish.evaluate_ends(config, lambda: signals.asked > 0, display.tell)
         except Interrupted:
             display.tell(f"evaluation left out; evaluate with: vla-stream eval … --checkpoint {run_dir}")
-        except RunFailed as exc:
+        except (RunFailed, InputError) as exc:
             display.tell(f"training is done, but its evaluation failed: {exc}")
     for line in finish.summarise(config, results, time.monotonic() - began_s):
         click.echo(line)
