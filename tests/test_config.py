@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,9 @@ def test_problems_name_the_files_they_come_from(write: Any) -> None:
         ("trainer", 3, "config: trainer is 3, expected a mapping of its keys"),
         ("environment.options", [], "config: environment.options is [], expected a mapping of its keys"),
         ("generators.padded_sizes", 3, "config: generators.padded_sizes is 3, expected a valid array"),
+        ("generators.padded_sizes", [0], "config: generators.padded_sizes.0 is 0, expected greater than or equal to 1"),
+        ("flow.lease_s", 1e-4, "config: flow.lease_s is 0.0001, expected greater than or equal to 0.01"),
+        ("flow.lease_s", math.inf, "config: flow.lease_s is inf, expected a finite number"),
         ("generators.padded_sizes", ["x"], "config: generators.padded_sizes.0 is 'x', expected a valid integer"),
         ("seed", 2**63, "config: seed is 9223372036854775808, expected less than or equal to 9223372036854775807"),
     ],

@@ -28,7 +28,7 @@ Model = TypeVar("Model", bound=BaseModel)
 class Section(BaseModel):
     """Base of all sections: unknown keys refused, values frozen. `parse` converts nothing (no "3" or yes for 3)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Environment(Section):
@@ -83,7 +83,7 @@ class Generators(Section):
     count: int = Field(default=1, ge=0, description="Generator processes that `run` starts.")
     max_batch_size: int = Field(default=32, ge=1, description="Rows that one inference may hold at most.")
     max_wait_ms: float = Field(default=5.0, ge=0, description="Age of the oldest request at which a batch is sent.")
-    padded_sizes: list[int] = Field(
+    padded_sizes: list[Annotated[int, Field(ge=1)]] = Field(
         default_factory=list, description="Batch sizes in rows to pad to; max_batch_size is always one of them."
     )
     device: str = Field(default="auto", description="Torch device, or auto: cuda if there is one, else cpu.")
@@ -133,7 +133,7 @@ class Flow(Section):
     order: Literal["arrival", "ticket"] = Field(
         default="arrival", description="ticket: trained in ticket order, staleness exact; for parity runs."
     )
-    lease_s: float = Field(default=10.0, gt=0, description="A dead worker's permits and requests return after this.")
+    lease_s: float = Field(default=10.0, ge=0.01, description="A dead worker's permits and requests return after this.")
     reply_deadline_s: float = Field(default=60.0, gt=0, description="A slot asks again after waiting this long.")
     drain_deadline_s: float = Field(default=30.0, gt=0, description="Time that drained workers have to finish.")
 

@@ -15,6 +15,10 @@ class RunFailed(VlaStreamError):
     """A run that cannot go on. The command line prints it and exits with code 1."""
 
 
+class Hopeless(RunFailed):
+    """The same, where a worker that is started again would only fail in the same way once more."""
+
+
 class BadMessage(VlaStreamError):
     """Bytes from a stream, a pipe or a lane that do not decode: wrong schema, digest, shape, dtype or size."""
 

@@ -21,9 +21,9 @@ import torch
 
 from vla_stream.broker.connection import Client
 from vla_stream.config import Config
-from vla_stream.errors import RunFailed
+from vla_stream.errors import BadMessage, RunFailed
 from vla_stream.policies.protocol import Act, Policy
-from vla_stream.streams.actions import ActionReply
+from vla_stream.streams.actions import ActionReply, check_act
 from workers.models import WeightsReader, await_specification, make_policy, torch_device
 from workers.requests import Answerer, Answers, Batch, Collector, collate
 from workers.worker import BLOCK_S, Worker, run_process
@@ -68,7 +68,7 @@ class Generator:
         keys = None if batch.mode == "mode" else batch.noise_keys
         try:
             with self.worker.meter.busy("infer"):
-                act = self.policy.act(batch.observations, keys)
+                act = self._checked(self.policy.act(batch.observations, keys), len(batch.observations))
         except bdb.BdbQuit:
             raise  # a person at a breakpoint has seen enough
         except Exception as exc:
@@ -85,6 +85,14 @@ class Generator:
             )
             start = stop
         return replies
+
+    def _checked(self, act: Act, rows: int) -> Act:
+        """What the policy returned, as the simulators will read it: one that says NaN has failed, and must not leave
+        them waiting for a reply that they cannot use (F41)."""
+        checked = check_act(act.actions, act.logprobs, act.values, act.extras, rows)
+        if checked.actions.shape[1] != self.config.policy.chunk:
+            raise BadMessage(f"actions are of {checked.actions.shape[1]} steps, expected {self.config.policy.chunk}")
+        return checked
 
     def _infer_one_by_one(self, batch: Batch, cause: Exception) -> Answers:
         """Each request of a failed batch alone; one that fails alone is a dead letter, and its slot is told.

@@ -40,7 +40,7 @@ MISSING_AFTER_S = 10.0  # longer than a restart takes
 STOP_S = 3.0  # from the second SIGTERM to SIGKILL
 NUDGE_S = 0.4  # between two SIGTERMs: signals of one number that arrive together count once
 DETAIL_LINES = 15
-EXIT_FINISHED, EXIT_BAD_INPUT = 0, 2
+EXIT_FINISHED, EXIT_BAD_INPUT, EXIT_HOPELESS = 0, 2, 3
 
 WAITING_FOR = {
     "simulator": "trainer waits for data: no simulator is alive; start some with vla-stream simulators --run {run}",
@@ -326,6 +326,11 @@ class Supervisor:
         lines = log_tail(child.log, child.log_start)
         last = lines[-1] if lines else "its log is empty"
         cause = child.kill_reason or (f"killed by {signal_name(-code)}" if code < 0 else last)
+        if code == EXIT_HOPELESS:
+            cause = last.removeprefix(f"{child.id}: ")
+            self._forget(child, code)
+            self.failures.setdefault(child.role, cause)
+            return Notice("failed", child.id, f"{child.id} gives up: {cause}")
         if code == EXIT_BAD_INPUT:
             cause = last.removeprefix(f"{child.id}: ")
             self._forget(child, code)

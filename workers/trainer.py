@@ -22,7 +22,7 @@ from vla_stream.broker.lanes import PayloadReader
 from vla_stream.broker.queue import Entry, WorkQueue
 from vla_stream.config import CHECKPOINTS, DEMONSTRATIONS, Config
 from vla_stream.environments.protocol import Specification
-from vla_stream.errors import BadMessage, InputError, PayloadUnreachable, RunFailed
+from vla_stream.errors import BadMessage, Hopeless, InputError, PayloadUnreachable, RunFailed
 from vla_stream.flow import Consumed
 from vla_stream.learning import checkpoint, cloning
 from vla_stream.learning.samples import Prepared
@@ -300,7 +300,7 @@ class Trainer:
         members = ", ".join(held.trajectory.member for held in chosen[:8])
         self.worker.say("skipped", f"update {self.update + 1} changed nothing ({result.skipped}); segments {members}")
         if self._skipped_in_a_row >= self.config.trainer.max_skipped_in_a_row:
-            raise RunFailed(
+            raise Hopeless(
                 f"{self._skipped_in_a_row} updates in a row were skipped, last: {result.skipped}; "
                 f"checkpoint {self._checkpointed} is the last good one; lower trainer.learning_rate"
             )
@@ -366,7 +366,8 @@ class Trainer:
             checkpoint.prune(self.folder, self.config.trainer.keep_checkpoints, protected=(f"{0:06d}",))
         except OSError as exc:
             # A full disk must not end a run that could go on for hours (F47).
-            self.worker.say("checkpoint", f"{self.folder}: not written ({exc.strerror}); the run goes on without")
+            reason = exc.strerror or exc
+            self.worker.say("checkpoint", f"{self.folder}: not written ({reason}); the run goes on without")
             return
         self._checkpointed = self.update
 

@@ -6,6 +6,7 @@ Liveness is progress: the main loop calls `beat()`, no thread does it for a loop
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import socket
@@ -20,7 +21,7 @@ from vla_stream.broker.complaints import CUT_OFF, OOM, explain, refused, was_cut
 from vla_stream.broker.connection import OUT_OF_MEMORY, UNREACHABLE, Backoff, Client, address, check_server, connect
 from vla_stream.broker.queue import Entry
 from vla_stream.config import Config
-from vla_stream.errors import Expired, InputError, RunFailed, VlaStreamError
+from vla_stream.errors import Expired, Hopeless, InputError, RunFailed, VlaStreamError
 from vla_stream.flow import Desired, Flow
 from vla_stream.metrics import Meter
 from vla_stream.streams import notices, presence
@@ -210,11 +211,28 @@ class Worker:
         return "draining" if self.draining else self.state
 
 
+class _Log(io.TextIOWrapper):
+    """stderr, which is a file in the run's folder: a full disk loses words, and must not end the worker (F47)."""
+
+    def __init__(self) -> None:
+        super().__init__(io.FileIO(2, "w", closefd=False), errors="backslashreplace", write_through=True)
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            super().flush()
+
+
 def run_process(role: str, body: Callable[[Worker, Config], None]) -> None:
     """The frame of a worker process: `python -m workers.<role> RUN ID`, the rest in VLA_STREAM_* variables.
 
-    Exit codes: 0 finished or drained, 2 bad input, 1 anything else (the supervisor restarts it)."""
+    Exit codes: 0 finished or drained, 2 bad input, 3 hopeless, 1 anything else (the supervisor restarts it)."""
     run, worker_id = sys.argv[1:3]
+    sys.stderr = _Log()
     parent = int(os.environ.get("VLA_STREAM_PARENT", "0")) or None
     if parent is not None:
         die_with_parent(parent)
@@ -236,9 +254,9 @@ def run_process(role: str, body: Callable[[Worker, Config], None]) -> None:
             code = 0
         finally:
             worker.release()
-    except InputError as exc:
+    except (InputError, Hopeless) as exc:
         print(f"{worker_id}: {exc}", file=sys.stderr, flush=True)
-        code = 2
+        code = 3 if isinstance(exc, Hopeless) else 2
     except (Expired, RunFailed) as exc:
         print(f"{worker_id}: {exc}", file=sys.stderr, flush=True)
     except VlaStreamError as exc:

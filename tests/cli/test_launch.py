@@ -12,11 +12,12 @@ from vla_stream.cli.launch import Launch
 from vla_stream.cli.signals import Signals
 from vla_stream.config import Config, validate
 from vla_stream.environments.protocol import Specification
-from vla_stream.errors import InputError
+from vla_stream.errors import InputError, RunFailed
 from vla_stream.flow import Flow
 from vla_stream.streams import presence
 from vla_stream.streams.keys import Keys
 from vla_stream.streams.notices import sample, say
+from workers.supervisor import Supervisor
 
 
 @pytest.fixture
@@ -142,3 +143,34 @@ def test_events_of_others_are_told_once_and_noise_of_one_kind_is_held_back(
         launch.beat()
     told = [line for line in capsys.readouterr().out.splitlines() if "update 0" not in line]
     assert [line[9:] for line in told] == ["trainer-0: warm start in 3 s", "simulator-0: segment 0"]
+
+
+def test_f47_a_disk_that_takes_no_metrics_is_told_once_and_ends_nothing(
+    config: Config, redis_url: str, signals: Signals, client: Client, keys: Keys, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with make(config, redis_url, signals) as launch:
+        file = config.run_dir / "metrics.jsonl"
+        config.run_dir.rename(config.runs_dir / "moved")
+        for number in range(3):
+            sample(client, keys, "trainer-0", "trainer", "update", {"update": number + 1})
+            launch.read_metrics()
+        launch.close_books()
+        assert launch.progress.update == 3
+        config.run_dir.mkdir()
+        sample(client, keys, "trainer-0", "trainer", "update", {"update": 4})
+        launch.read_metrics()
+    assert '"update": 4.0' in file.read_text()
+    told = [line[9:] for line in capsys.readouterr().out.splitlines() if "not written" in line]
+    assert told == [f"{file}: not written (No such file or directory); the run goes on, these figures are lost"]
+
+
+def test_a_server_that_loses_the_last_update_does_not_undo_it(config: Config, redis_url: str, signals: Signals) -> None:
+    with make(config, redis_url, signals) as launch:
+        supervisor = Supervisor(redis_url, config.name, config.runs_dir)
+        supervisor.finished["trainer-0"] = 0
+        state = launch.flow.state()
+        with pytest.raises(RunFailed, match="ended at update 0 of 100 although nobody asked"):
+            launch._reason_to_end(state, supervisor)
+        (config.run_dir / "checkpoints" / "000100").mkdir(parents=True)
+        assert launch._reason_to_end(state, supervisor) == "finished"
+        supervisor.close()

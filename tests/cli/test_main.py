@@ -101,9 +101,10 @@ def test_a_mistake_is_one_line_with_exit_code_2(
         (InputError("file x: is missing, expected one"), 2, "Error: file x: is missing, expected one\n"),
         (InputError("first\nsecond"), 2, "Error: first\nError: second\n"),
         (RunFailed("simulator: it burns"), 1, "Error: simulator: it burns\n"),
+        (OSError(28, "No space left on device", "runs/a/b"), 1, "Error: runs/a/b: No space left on device\n"),
         (KeyboardInterrupt(), 130, ""),
     ],
-    ids=["bad input", "several problems", "failed run", "Ctrl-C"],
+    ids=["bad input", "several problems", "failed run", "full disk", "Ctrl-C"],
 )
 def test_errors_become_words_and_exit_codes(
     error: BaseException,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from vla_stream.broker.connection import Client
 from vla_stream.broker.queue import Entry
 from vla_stream.streams.keys import Keys
-from vla_stream.streams.notices import DEAD_LETTER_BYTES, dead_letter, sample, say
+from vla_stream.streams.notices import DEAD_LETTER_BYTES, dead_letter, one_line, sample, say
 
 
 def only_entry(client: Client, key: str) -> dict[bytes, bytes]:
@@ -73,3 +73,11 @@ def test_f16_a_huge_or_strange_entry_is_kept_in_part_and_never_fails(client: Cli
         assert client.xlen(keys.dead_letters) == number + 1
         assert sum(len(value) for name, value in fields.items() if name.startswith(b"raw.")) <= DEAD_LETTER_BYTES
         assert sum(len(name) + len(value) for name, value in fields.items()) < 8 * DEAD_LETTER_BYTES
+
+
+def test_f27_what_an_event_says_is_one_line_without_terminal_commands(client: Client, run_name: str) -> None:
+    keys = Keys(run_name)
+    say(client, keys, "simulator-0", "environment", "ValueError: \x1b[2Jbad\nline \ud800\u202e two")
+    assert only_entry(client, keys.events)[b"text"] == b"ValueError: [2Jbad line two"
+    assert one_line(b"a\n\n\xff b") == "a \ufffd b"
+    assert len(one_line(b"x" * 10**6)) == 2000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from vla_stream.broker.server import EmbeddedServer
 from vla_stream.config import Config
 from vla_stream.environments.protocol import Observations
 from vla_stream.errors import RunFailed
+from vla_stream.policies.protocol import Act
 from vla_stream.streams.actions import ActionReply
 from vla_stream.streams.obs_requests import ObsRequest, RequestId
 from vla_stream.streams.observations import pack_observations
@@ -497,3 +499,29 @@ def test_f23_when_redis_is_full_replies_get_through_and_their_requests_are_gone(
         client.config_set("maxmemory", "1")
         bench.until(lambda: generator.step(None))
         assert bench.waiting() == bench.pending() == 0 and not client.exists(run.keys.actions("simulator-0"))
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        (lambda act: Act(act.actions * np.float32("nan"), act.logprobs, act.values), "actions or logprobs hold NaN"),
+        (lambda act: Act(act.actions[:1], act.logprobs[:1], act.values[:1]), "actions are .* expected f32"),
+        (lambda act: Act(act.actions.astype(np.float64), act.logprobs, act.values), "actions are .* expected f32"),
+        (lambda act: Act(act.actions[:, :1], act.logprobs[:, :1], act.values), "actions are of 1 steps, expected"),
+        (lambda act: Act(act.actions.tolist(), act.logprobs, act.values), "actions are .* expected f32"),
+        (lambda act: None, "NoneType"),
+    ],
+    ids=["NaN", "rows", "dtype", "steps", "list", "nothing"],
+)
+def test_f41_a_policy_that_returns_nonsense_has_failed_and_nobody_waits_for_it(
+    make: Make, fault: Callable[[Act], Act | None], told: str
+) -> None:
+    bench = make()
+    bench.publish(1)
+    generator = bench.generator()
+    good = generator.policy.act
+    generator.policy.act = lambda observations, keys: fault(good(observations, keys))  # type: ignore[assignment, method-assign, return-value]
+    bench.request(1)
+    (reply,) = bench.serve(generator)
+    assert reply.act is None and re.search(told, reply.error)
+    assert bench.waiting() == 0

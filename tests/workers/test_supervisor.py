@@ -137,6 +137,14 @@ def test_bad_input_is_not_restarted_and_its_last_line_is_the_cause(bench: Bench)
     assert len(bench.pids("simulator-0")) == 1
 
 
+def test_f46_a_worker_that_gives_up_is_not_restarted(bench: Bench) -> None:
+    supervisor = bench.supervise("print('trainer-0: 5 updates in a row were skipped', flush=True); sys.exit(3)\n")
+    supervisor.launch("trainer", 1)
+    bench.until(lambda: bool(supervisor.failures))
+    assert supervisor.failures == {"trainer": "5 updates in a row were skipped"}
+    assert len(bench.pids("trainer-0")) == 1
+
+
 def test_a_finished_worker_is_not_restarted_and_its_name_is_free_again(bench: Bench, client: Client) -> None:
     supervisor = bench.supervise("")
     supervisor.launch("trainer", 1)

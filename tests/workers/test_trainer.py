@@ -17,7 +17,7 @@ from vla_stream.broker.lanes import ShmLane, segment_name
 from vla_stream.broker.scripts import Script
 from vla_stream.config import Config
 from vla_stream.environments.protocol import Observations
-from vla_stream.errors import Expired, RunFailed
+from vla_stream.errors import Expired, Hopeless
 from vla_stream.flow import Permit
 from vla_stream.learning import checkpoint
 from vla_stream.learning.segments import Segment
@@ -327,7 +327,7 @@ def test_f46_a_skipped_update_still_publishes_a_version_and_after_some_in_a_row_
     (sentence,) = [text for kind, text in run.events() if kind == "skipped"]
     assert "nan" in sentence and sentence.endswith(f"segments {members}")
     bench.feed()
-    with pytest.raises(RunFailed, match=r"2 updates in a row were skipped.*checkpoint 0 is the last good one"):
+    with pytest.raises(Hopeless, match=r"2 updates in a row were skipped.*checkpoint 0 is the last good one"):
         trainer.step(None)
 
 

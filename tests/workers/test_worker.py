@@ -178,6 +178,19 @@ def test_bad_input_ends_a_worker_with_2_and_one_line(run: Run) -> None:
     )
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
+def test_f47_a_full_disk_under_its_log_does_not_change_how_a_worker_ends(run: Run) -> None:
+    with open("/dev/full", "w") as full:
+        process = subprocess.run(
+            [sys.executable, "-m", "workers.simulator", run.name, "simulator-0"],
+            env={**os.environ, "VLA_STREAM_TOKEN": "t", "VLA_STREAM_REDIS": run.url},
+            stderr=full,
+            timeout=30,
+            check=False,
+        )
+    assert process.returncode == 2
+
+
 def test_bad_options_of_an_environment_end_a_simulator_with_2_and_one_line(run: Run) -> None:
     run.start(environment={"name": "fakes:Line", "max_steps": 12, "options": {"speed": 3}})
     code, told = end(start(run, "simulator"))

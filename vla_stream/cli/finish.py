@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -78,7 +79,8 @@ def draw_curve(config: Config) -> curves.Curve:
     curve = curves.trace(samples.load(config.run_dir / samples.METRICS_FILE))
     if curve.updates:
         title = f"{config.name}: {config.policy.name} on {config.environment.name}"
-        curves.draw(curve, config.run_dir / CURVE_FILE, title)
+        with contextlib.suppress(OSError):  # a full disk (F47); what was told about the metrics says so
+            curves.draw(curve, config.run_dir / CURVE_FILE, title)
     return curve
 
 
@@ -123,7 +125,10 @@ def summarise(config: Config, results: dict[str, dict[str, Any]], session_s: flo
     if (run_dir / CURVE_FILE).exists():
         lines.append(f"curve    {_shown(run_dir / CURVE_FILE)}")
     lines.append(f"metrics  {_shown(run_dir / samples.METRICS_FILE)}")
-    (run_dir / SUMMARY_FILE).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    try:
+        (run_dir / SUMMARY_FILE).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    except OSError as exc:
+        lines.append(f"{_shown(run_dir / SUMMARY_FILE)}: not written ({exc.strerror})")
     return lines
 
 

@@ -16,8 +16,9 @@ from vla_stream.broker.connection import OUT_OF_MEMORY, REDIS_ERRORS, UNREACHABL
 from vla_stream.broker.server import EmbeddedServer
 from vla_stream.broker.tail import Tail
 from vla_stream.cli.display import Display
+from vla_stream.cli.finish import newest_update
 from vla_stream.cli.progress import Progress
-from vla_stream.cli.samples import METRICS_FILE, MetricsFile, append
+from vla_stream.cli.samples import METRICS_FILE, MetricsFile
 from vla_stream.cli.signals import Signals
 from vla_stream.config import Config
 from vla_stream.environments.protocol import Specification
@@ -25,6 +26,7 @@ from vla_stream.errors import InputError, RunFailed
 from vla_stream.flow import Desired, Flow, FlowState, LastSeen
 from vla_stream.streams import presence
 from vla_stream.streams.keys import Keys
+from vla_stream.streams.notices import one_line
 from workers.janitor import Janitor
 from workers.supervisor import ROLES, Notice, Supervisor
 
@@ -74,7 +76,7 @@ class Launch:
         self.supervisor: Supervisor | None = None
         self._janitor: Janitor | None = None
         self._token = secrets.token_hex(8)
-        self._metrics = MetricsFile(self.client, self.keys, self.run_dir / METRICS_FILE)
+        self.metrics = MetricsFile(self.client, self.keys, self.run_dir / METRICS_FILE, display.tell)
         self._told: deque[str] = deque(maxlen=200)
         self._event_times: dict[str, float] = {}
         self._next_beat_s = self._next_look_s = 0.0
@@ -156,7 +158,8 @@ class Launch:
             return "stopped"
         if supervisor.finished.get("trainer-0") != 0:
             return None
-        update = self.progress.update if state is None else state.update
+        # The server may have lost the last update, as the launcher may have; the checkpoint of it is there.
+        update = max(self.progress.update if state is None else state.update, newest_update(self.run_dir))
         if update < self.config.updates:
             raise RunFailed(
                 f"trainer: ended at update {update} of {self.config.updates} although nobody asked; "
@@ -195,7 +198,7 @@ class Launch:
     def read_metrics(self) -> None:
         """What workers wrote since the last look, also after their end."""
         with contextlib.suppress(*UNREACHABLE):
-            self.progress.add(self._metrics.read())
+            self.progress.add(self.metrics.read())
 
     def close_books(self) -> None:
         """What became of every segment, told, and kept in metrics.jsonl."""
@@ -203,7 +206,7 @@ class Launch:
             books = self.flow.books()
             self.display.tell(str(books))
             record = {"time": time.time(), "kind": "books", "started": books.started, "in_flight": books.in_flight}
-            append(self.run_dir / METRICS_FILE, [{**record, **books.outcomes, "balance": books.balance}])
+            self.metrics.write([{**record, **books.outcomes, "balance": books.balance}])
 
     def desire(self, desired: Desired) -> None:
         with contextlib.suppress(*UNREACHABLE, OUT_OF_MEMORY):
@@ -257,7 +260,7 @@ class Launch:
         self._next_beat_s = now_s + BEAT_S
         self._claim()
         self._specification = self._specification or self.flow.specification()
-        self.progress.add(self._metrics.read())
+        self.progress.add(self.metrics.read())
         if state is not None:
             self.progress.update = state.update
         self.progress.queue_depth = int(self.client.xlen(self.keys.obs_requests))
@@ -265,9 +268,7 @@ class Launch:
         self.progress.workers = {role: sum(item.role == role for item in there) for role in ROLES}
         self.progress.trainer_state = next((item.state for item in there if item.role == "trainer"), "")
         for entry in self._events.read(EVENTS_AT_ONCE):
-            worker, kind, text = (
-                entry.fields.get(name, b"").decode(errors="replace") for name in (b"worker", b"kind", b"text")
-            )
+            worker, kind, text = (one_line(entry.fields.get(name, b"")) for name in (b"worker", b"kind", b"text"))
             # What our own supervisor wrote there was told when it happened.
             if kind in QUIET_EVENTS or text in self._told or now_s < self._event_times.get(kind, 0.0):
                 continue

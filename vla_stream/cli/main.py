@@ -108,6 +108,10 @@ def call(arguments: list[str] | None = None) -> int:
         # The reader (head, less) is gone: nobody wants the rest, nor a traceback from the interpreter's last flush.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
+    except OSError as exc:
+        # A full disk, a folder that somebody removed: the system's own words, and no traceback.
+        click.echo(f"Error: {exc.filename or 'the system'}: {exc.strerror or exc}", err=True)
+        return EXIT_FAILED
     return result if isinstance(result, int) else 0
 
 

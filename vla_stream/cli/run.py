@@ -72,7 +72,7 @@ def run(
 
 
 def _session(folder: RunFolder, url: str | None, display: Display, again: str, *, resume: bool, inline: bool) -> None:
-    from vla_stream.cli import finish, samples
+    from vla_stream.cli import finish
     from vla_stream.cli.helper import Interrupted
     from vla_stream.cli.launch import Launch, server_for
     from vla_stream.cli.signals import Signals
@@ -85,7 +85,7 @@ def _session(folder: RunFolder, url: str | None, display: Display, again: str, *
             display.tell(
                 f"run {config.name}: {config.updates} updates, {config.policy.name} on {config.environment.name}"
             )
-            samples.append(run_dir / samples.METRICS_FILE, [{"time": time.time(), "kind": "start"}])
+            launch.metrics.write([{"time": time.time(), "kind": "start"}])
             try:
                 if resume and finish.newest_update(run_dir) >= config.updates:
                     display.tell(f"all {config.updates} updates are done already; --updates N goes on to update N")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,12 +26,15 @@ TEXTS = ("worker", "role", "kind", "id")
 
 
 class MetricsFile:
-    """Moves new entries of the stream into the file, each once, also over restarts of the launcher."""
+    """Moves new entries of the stream into the file, each once, also over restarts of the launcher.
 
-    def __init__(self, client: Client, keys: Keys, file: Path) -> None:
+    tell: hears, once, that the disk takes no more; a run that could go on for hours does not end with it (F47).
+    """
+
+    def __init__(self, client: Client, keys: Keys, file: Path, tell: Callable[[str], None]) -> None:
         from vla_stream.broker.tail import Tail
 
-        self.file = file
+        self.file, self._tell, self._writable = file, tell, True
         self._tail = Tail(client, keys.metrics, _last_id(file))
 
     def read(self) -> list[Record]:
@@ -42,8 +45,19 @@ class MetricsFile:
             records += [decode(entry) for entry in entries]
             if len(entries) < READ_AT_ONCE:
                 break
-        append(self.file, records)
+        self.write(records)
         return records
+
+    def write(self, records: Iterable[Mapping[str, object]]) -> None:
+        """Records of the launcher's own, or of the stream."""
+        try:
+            append(self.file, records)
+        except OSError as exc:
+            if self._writable:
+                self._tell(f"{self.file}: not written ({exc.strerror}); the run goes on, these figures are lost")
+            self._writable = False
+        else:
+            self._writable = True
 
 
 def decode(entry: Entry) -> Record:

@@ -127,8 +127,8 @@ def events(target: Target, follow: bool, count: int) -> None:
 
 def sentence(entry: Entry) -> str:
     """`21:03:12 simulator-0 started: …`"""
-    worker, kind, text = (
-        entry.fields.get(name, b"").decode(errors="replace") for name in (b"worker", b"kind", b"text")
-    )
+    from vla_stream.streams.notices import one_line
+
+    worker, kind, text = (one_line(entry.fields.get(name, b"")) for name in (b"worker", b"kind", b"text"))
     clock = time.strftime("%H:%M:%S", time.localtime(entry.born_ms / 1000))
     return f"{clock} {worker} {kind}: {text}"

@@ -58,9 +58,13 @@ class ActionReply:
         return cls(identity, fields.integer("version"), fields.text("weights", 64), act, error)
 
 
-def _act(data: bytes, rows: int) -> Act:
-    arrays, _ = unpack(data)
-    actions, logprobs, values = (arrays.pop(name, None) for name in ("actions", "logprobs", "values"))
+def check_act(actions: object, logprobs: object, values: object, extras: Mapping[str, np.ndarray], rows: int) -> Act:
+    """Whether that is a decision for `rows` rows: for what a policy returned as well as for what arrived.
+
+    Raises BadMessage."""
+    actions, logprobs, values = (
+        array if isinstance(array, np.ndarray) else None for array in (actions, logprobs, values)
+    )
     if actions is None or actions.dtype != np.float32 or actions.ndim != 3 or len(actions) != rows or not actions.size:
         raise BadMessage(f"actions are {describe(actions)}, expected f32[{rows}, H, A]")
     if logprobs is None or logprobs.dtype != np.float32 or logprobs.shape != actions.shape:
@@ -69,7 +73,13 @@ def _act(data: bytes, rows: int) -> Act:
         raise BadMessage(f"values are {describe(values)}, expected f32[{rows}]")
     if not (np.isfinite(actions).all() and np.isfinite(logprobs).all()):
         raise BadMessage("actions or logprobs hold NaN or infinity")
-    extras = {name.removeprefix("extra."): array for name, array in arrays.items()}
     if any(array.ndim < 1 or len(array) != rows for array in extras.values()):
         raise BadMessage(f"an extra array does not have {rows} rows")
     return Act(actions, logprobs, values, extras)
+
+
+def _act(data: bytes, rows: int) -> Act:
+    arrays, _ = unpack(data)
+    actions, logprobs, values = (arrays.pop(name, None) for name in ("actions", "logprobs", "values"))
+    extras = {name.removeprefix("extra."): array for name, array in arrays.items()}
+    return check_act(actions, logprobs, values, extras, rows)

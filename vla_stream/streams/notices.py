@@ -14,17 +14,24 @@ EVENTS_KEPT = 5000
 SAMPLES_KEPT = 20_000
 DEAD_LETTERS_KEPT = 1000
 DEAD_LETTER_BYTES = 4096
+TEXT_KEPT = 2000
+
+
+def one_line(text: str | bytes) -> str:
+    """What anybody may have written, safe to print: no line ends, no terminal commands, not endless."""
+    whole = text.decode(errors="replace") if isinstance(text, bytes) else text
+    return " ".join("".join(c if c.isprintable() else " " for c in whole[: 2 * TEXT_KEPT]).split())[:TEXT_KEPT]
 
 
 def say(client: Client, keys: Keys, worker: str, kind: str, sentence: str) -> None:
     """One event. kind: a word to filter by (started, lost, refused, poisoned, …)."""
-    fields: dict[Any, Any] = {"worker": worker, "kind": kind, "text": sentence[:2000]}
+    fields: dict[Any, Any] = {"worker": worker, "kind": kind, "text": one_line(sentence)}
     client.xadd(keys.events, fields, maxlen=EVENTS_KEPT, approximate=True)
 
 
 def say_although_full(scripts: Scripts, keys: Keys, worker: str, kind: str, sentence: str) -> None:
     """The same on a server whose memory is full (F23), which is just when people need to hear of it."""
-    scripts.call(ADD_EVENT, [keys.events], [EVENTS_KEPT, "worker", worker, "kind", kind, "text", sentence[:2000]])
+    scripts.call(ADD_EVENT, [keys.events], [EVENTS_KEPT, "worker", worker, "kind", kind, "text", one_line(sentence)])
 
 
 def sample(client: Client, keys: Keys, worker: str, role: str, kind: str, numbers: Mapping[str, float]) -> None:
@@ -46,7 +53,7 @@ def dead_letter(client: Client, keys: Keys, worker: str, stream: str, entry: Ent
     letter |= {
         "stream": stream,
         "entry": entry.id,
-        "reason": reason[:500],
+        "reason": one_line(reason)[:500],
         "deliveries": str(entry.deliveries),
         "worker": worker,
     }
