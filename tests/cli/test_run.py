@@ -147,7 +147,8 @@ def test_a_run_survives_kills_refuses_a_twin_drains_on_ctrl_c_and_resumes(
     shown, _ = process.communicate(timeout=60)
     assert process.returncode == 1, shown
     assert "segments in flight are finished" in shown
-    assert f"go on with: vla-stream run mini.yaml --updates 100000 --run {run_name} --resume" in shown
+    again = f"go on with: vla-stream run mini.yaml --updates 100000 --run {run_name} --resume and the same --redis"
+    assert again in shown
     assert "crashed: killed by SIGKILL" in shown
     assert processes_of(run_name) == []
     assert list(client.scan_iter(match=keys.everything_pattern)) == []

@@ -116,6 +116,8 @@ def call(arguments: list[str] | None = None) -> int:
 
 
 def main() -> None:
+    # As `python -m` does for the workers: a person's own module:Class is looked for in the folder they start in.
+    sys.path.insert(0, os.getcwd())
     sys.exit(call())
 
 

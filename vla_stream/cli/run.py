@@ -5,6 +5,8 @@ from __future__ import annotations
 import bdb
 import os
 import shlex
+import shutil
+import sys
 import threading
 import time
 from pathlib import Path
@@ -64,11 +66,22 @@ def run(
             display.tell(f"note: {note}")
         flags = [word for item in overrides for word in ("--set", item)]
         flags += ["--updates", str(updates)] if updates else []
-        again = shlex.join(["vla-stream", "run", *map(str, configs), *flags, "--run", folder.config.name, "--resume"])
+        arguments = [*map(str, configs), *flags, "--run", folder.config.name, "--resume"]
+        again = shlex.join([program(), "run", *arguments])
+        # The URL may hold a password, which must not stand on a terminal.
+        again += " and the same --redis" if url is not None else ""
         _session(folder, url, display, again, resume=resume, inline=inline)
     finally:
         display.close()
         folder.close()
+
+
+def program() -> str:
+    """This command as the person can call it again from here: `vla-stream` is on PATH only in an active environment."""
+    called = Path(sys.argv[0])
+    if called.name != "vla-stream" or shutil.which("vla-stream") == str(called.absolute()):
+        return "vla-stream"
+    return os.path.relpath(called)
 
 
 def _session(folder: RunFolder, url: str | None, display: Display, again: str, *, resume: bool, inline: bool) -> None:
