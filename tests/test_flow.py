@@ -28,7 +28,7 @@ from vla_stream.broker.server import EmbeddedServer
 from vla_stream.config import validate
 from vla_stream.environments.protocol import Specification
 from vla_stream.errors import BadMessage, Expired, InputError
-from vla_stream.flow import Consumed, Flow, Permit
+from vla_stream.flow import Consumed, Flow, LastSeen, Permit
 from vla_stream.streams.keys import TRAINERS, Keys
 
 B = 4
@@ -378,6 +378,43 @@ def test_the_answer_to_publish_changes_no_counter(flow: Flow) -> None:
     flow.publish(permit.member, {b"ticket": b"1.1"})
     flow.publish(permit.member, {b"ticket": b"1.1"})
     assert flow.books() == before
+
+
+# ---- damage by others
+
+
+def test_f27_garbage_in_a_field_is_named(flow: Flow) -> None:
+    flow.client.hset(flow.keys.books, "trained", "abc")
+    with pytest.raises(BadMessage, match="field trained is 'abc', expected a number"):
+        flow.books()
+    flow.client.hset(flow.keys.flow, "update", "x")
+    with pytest.raises(BadMessage, match="field update is 'x', expected a number"):
+        flow.state()
+
+
+def test_f10_a_flow_that_somebody_deleted_is_made_again_and_its_books_balance(flow: Flow, run_name: str) -> None:
+    publish(flow, grant(flow, B)[:2])
+    state, config = flow.state(), flow.config()
+    assert state is not None
+    last = LastSeen(state, flow.books())
+    flow.client.delete(flow.keys.flow)
+    assert flow.create(config, last)
+    books = flow.books()
+    assert (books.in_flight, books.outcomes["lost_with_server"], books.balance) == (0, B, 0)
+
+
+def test_a_trainer_that_has_yet_to_take_over_a_new_life_of_the_server_is_not_told_it_was_replaced(
+    flow: Flow,
+) -> None:
+    consumed = publish(flow, grant(flow, B))
+    state, config = flow.state(), flow.config()
+    assert state is not None
+    last = LastSeen(state, flow.books())
+    flow.client.delete(flow.keys.flow)
+    assert flow.create(config, last)
+    assert not flow.refuse(1, consumed[0].entry, "refused")
+    assert flow.commit(1, 0, 2, consumed, WEIGHTS, skipped=False) == "missing"
+    assert flow.books().balance == 0
 
 
 # ---- refusing

@@ -134,7 +134,9 @@ class Flow:
             counters["lost_with_server"] += books.in_flight
         hold_ms = int(config.flow.lease_s * 1000) if last is not None else 0
         arguments = [config.model_dump_json(), hold_ms, len(counters), *_flat(counters), *_flat(state)]
-        return bool(self._call(scripts.CREATE_RUN, [self.keys.flow, self.keys.config, self.keys.books], arguments))
+        k = self.keys
+        keys = [k.flow, k.config, k.books, k.permits, k.published, k.entries, k.refunded]
+        return bool(self._call(scripts.CREATE_RUN, keys, arguments))
 
     def adopt(self, config: Config) -> None:
         """The run that is there goes on with another config: its admission and its attached workers follow it."""
@@ -155,7 +157,8 @@ class Flow:
             return None
         if desired not in DESIRED:
             raise BadMessage(f"{self.keys.flow}: desired is {desired!r}, expected one of {', '.join(DESIRED)}")
-        numbers = {n: int(raw.get(n, 0)) for n in ("update", "version", "first_version", "epoch", "next_ticket")}
+        names = ("update", "version", "first_version", "epoch", "next_ticket")
+        numbers = {name: _number(self.keys.flow, name, raw.get(name, "0")) for name in names}
         generation, token = raw.get("generation", ""), raw.get("shm_token", "")
         return FlowState(desired=desired, generation=generation, shm_token=token, **numbers)
 
@@ -309,7 +312,7 @@ class Flow:
         raw, permits, published = self._together(
             lambda pipe: pipe.hgetall(keys.books).zcard(keys.permits).zcard(keys.published)
         )
-        counters = {name.decode(): int(value) for name, value in raw.items()}
+        counters = {name.decode(): _number(keys.books, name.decode(), value.decode()) for name, value in raw.items()}
         outcomes = {name: counters.get(name, 0) for name in OUTCOMES}
         return Books(counters.get("started", 0), permits + published, outcomes, counters.get("given_up", 0))
 
@@ -347,6 +350,13 @@ class Flow:
 
     def _call(self, script: Script, keys: Sequence[str], arguments: Sequence[object]) -> Any:
         return self.scripts.call(script, keys, arguments)
+
+
+def _number(key: str, field: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError as exc:
+        raise BadMessage(f"{key}: field {field} is {text[:40]!r}, expected a number; somebody else wrote it") from exc
 
 
 def _flat(fields: Mapping[Any, object]) -> list[object]:

@@ -259,6 +259,9 @@ def run_process(role: str, body: Callable[[Worker, Config], None]) -> None:
         code = 3 if isinstance(exc, Hopeless) else 2
     except (Expired, RunFailed) as exc:
         print(f"{worker_id}: {exc}", file=sys.stderr, flush=True)
+    except SystemExit as exc:
+        # Somebody's policy or environment ended the process: that is no end which anybody asked for.
+        print(f"{worker_id}: foreign code called sys.exit({exc.code})", file=sys.stderr, flush=True)
     except VlaStreamError as exc:
         traceback.print_exc()
         print(f"{worker_id}: {exc}", file=sys.stderr, flush=True)

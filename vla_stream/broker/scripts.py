@@ -142,13 +142,14 @@ return redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[1], '*', unpack(ARGV, 2))
 CREATE_RUN = Script(
     "create_run",
     """
--- KEYS flow config books | ARGV config hold_ms n (counter value)×n field value… ; 0 when the run exists.
+-- KEYS flow config books permits published entries refunded
+-- ARGV config hold_ms n (counter value)×n field value… ; 0 when the run exists.
 -- hold_ms: no permits for so long, since simulators may still register segments of the server's last life.
 if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
 local n = tonumber(ARGV[3])
 redis.call('HSET', KEYS[1], 'hold_until_ms', now_ms() + ARGV[2], unpack(ARGV, 4 + 2 * n))
 redis.call('SET', KEYS[2], ARGV[1])
-redis.call('DEL', KEYS[3])
+redis.call('DEL', unpack(KEYS, 3))
 if n > 0 then redis.call('HSET', KEYS[3], unpack(ARGV, 4, 3 + 2 * n)) end
 return 1
 """,
@@ -300,7 +301,9 @@ REFUSE = Script(
     """
 -- KEYS flow published entries refunded books trajectories | ARGV epoch group counter entry
 -- An entry that will not be trained. Whose it is stands in `entries`, not in its own fields, which may be anybody's.
-if redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[1] then return 'fenced' end
+local f = redis.call('HMGET', KEYS[1], 'epoch', 'generation', 'taken_over')
+if not f[3] or f[2] ~= f[3] then return 'missing' end
+if f[1] ~= ARGV[1] then return 'fenced' end
 redis.call('XACK', KEYS[6], ARGV[2], ARGV[4])
 redis.call('XDEL', KEYS[6], ARGV[4])
 local all = redis.call('HGETALL', KEYS[3])

@@ -94,11 +94,11 @@ def alive(client: Client, keys: Keys) -> list[Presence]:
     with client.pipeline(transaction=False) as pipe:
         for name in names:
             pipe.hgetall(name)
-        hashes = pipe.execute() if names else []
+        hashes = pipe.execute(raise_on_error=False) if names else []
     found = [
         Presence.from_hash(name[prefix:].decode(errors="replace"), raw)
         for name, raw in zip(names, hashes, strict=True)
-        if raw  # one that expired between the scan and the read
+        if raw and isinstance(raw, dict)  # not expired since the scan, and no key of another type
     ]
     return sorted((item for item in found if not item.gone), key=_order)
 
