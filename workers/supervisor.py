@@ -117,6 +117,7 @@ class Supervisor:
         silent_after_s: float = SILENT_AFTER_S,
         busy_after_s: float = BUSY_AFTER_S,
         missing_after_s: float = MISSING_AFTER_S,
+        stop_s: float = STOP_S,
     ) -> None:
         self.url, self.run, self.runs_dir = url, run, runs_dir.resolve()
         self.keys = Keys(run)
@@ -130,7 +131,7 @@ class Supervisor:
         self._flow = Flow(self._client, self.keys)
         self._command, self._environment = command, dict(environment or {})
         self._watch_roles, self._shm, self._lease_s = watch_roles, shm, lease_s
-        self._silent_after_s, self._busy_after_s = silent_after_s, busy_after_s
+        self._silent_after_s, self._busy_after_s, self._stop_s = silent_after_s, busy_after_s, stop_s
         self._missing_after_s = missing_after_s
         self._budgets = {role: RestartBudget() for role in ROLES}
         self._drain_until_s = float("inf")
@@ -403,7 +404,7 @@ class Supervisor:
         nudge = _Timer(NUDGE_S)
         while self.children:
             now_s = time.monotonic()
-            nudging, killing = nudge.due(now_s), now_s - started_s > STOP_S
+            nudging, killing = nudge.due(now_s), now_s - started_s > self._stop_s
             for child in list(self.children.values()):
                 if child.process is None:
                     self._forget(child, EXIT_FINISHED)

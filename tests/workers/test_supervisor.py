@@ -203,7 +203,8 @@ def test_stop_sends_a_second_signal_and_leaves_no_process_of_the_group(bench: Be
         "child = subprocess.Popen(['sleep', '600'])\n"
         "open(os.path.join(FOLDER, 'child.pid'), 'w').write(f'{child.pid}\\n')\n"
         "while len(signals) < 2: time.sleep(0.01)\n"
-        "os._exit(0)\n"
+        "os._exit(0)\n",
+        stop_s=30.0,  # also where every core is taken
     )
     supervisor.launch("simulator", 1)
     bench.until(lambda: bool(bench.pids("child")))
