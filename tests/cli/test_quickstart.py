@@ -38,7 +38,7 @@ def test_the_quick_start_turns_a_mediocre_policy_into_a_better_one_and_language_
     checkpoints = tmp_path / "runs" / "learns" / "checkpoints"
     before, after = (success(checkpoints / name, cwd=tmp_path) for name in ("000000", "000025"))
     wrong = success(checkpoints / "000025", "--replace", "red=green,green=blue,blue=red", cwd=tmp_path)
-    # Measured with four seeds: .51 before, .92 to .97 after 25 updates; three binomial deviations of 100 episodes are .15.
+    # Measured with four seeds: .51 before, .92 to .97 after 25 updates; three deviations of 100 episodes are .15.
     assert 0.3 <= before <= 0.65
     assert after >= 0.7 and after - before >= 0.12
     assert wrong < 0.15
