@@ -311,24 +311,21 @@ class Trainer:
         self.update += 1
         manifest, chunks = self._describe_weights()
 
-        answers: list[str] = []
-
-        def publish() -> bool:
+        def publish() -> str:
             publish_chunks(self.flow.scripts, self.worker.keys, manifest, chunks, UNCOMMITTED_CHUNKS_S)
             consumed = [held.consumed for held in chosen]
             fields = manifest.to_fields()
-            answers.append(
-                self.flow.commit(self.epoch, self.update - 1, self.version, consumed, fields, skipped=skipped)
-            )
+            answer = self.flow.commit(self.epoch, self.update - 1, self.version, consumed, fields, skipped=skipped)
             keep_chunks(self.client, self.worker.keys, manifest, previous, OLD_CHUNKS_S)
-            return True
+            return answer
 
         # After a lost reply the script answers `repeat`: trying again is harmless, giving up would lose an update.
         # `missing`: the server lost the run. The update stands in our memory, and `start_anew` publishes it.
-        if self.worker.patiently(publish) is None:
+        answer = self.worker.patiently(publish)
+        if answer is None:
             raise RunFailed(f"{self.worker.id}: told to end while Redis was unreachable; update {self.update} is void")
         self._manifest = manifest
-        if answers[-1] == "missing":
+        if answer == "missing":
             self._void |= {held.trajectory.member for held in chosen}
             self.worker.look_again()
         for held in chosen:

@@ -28,6 +28,13 @@ local function refund(refunded, books, member)
     redis.call('ZADD', refunded, ticket, member)
   end
 end
+-- A published segment that will not be trained: counted under `counter`, its ticket given back.
+local function unpublish(published, entries, refunded, books, member, counter)
+  redis.call('HDEL', entries, member)
+  redis.call('ZREM', published, member)
+  redis.call('HINCRBY', books, counter, 1)
+  refund(refunded, books, member)
+end
 -- Permits are leases: those past their time return.
 local function expire(permits, refunded, books)
   local gone = redis.call('ZRANGEBYSCORE', permits, '-inf', now_ms())
@@ -309,10 +316,7 @@ redis.call('XDEL', KEYS[6], ARGV[4])
 local all = redis.call('HGETALL', KEYS[3])
 for i = 1, #all, 2 do
   if all[i + 1] == ARGV[4] then
-    redis.call('HDEL', KEYS[3], all[i])
-    redis.call('ZREM', KEYS[2], all[i])
-    redis.call('HINCRBY', KEYS[5], ARGV[3], 1)
-    refund(KEYS[4], KEYS[5], all[i])
+    unpublish(KEYS[2], KEYS[3], KEYS[4], KEYS[5], all[i], ARGV[3])
     return 'refused'
   end
 end
@@ -330,10 +334,7 @@ if redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[1] then return {} end
 local all, missing = redis.call('HGETALL', KEYS[3]), {}
 for i = 1, #all, 2 do
   if #redis.call('XRANGE', KEYS[6], all[i + 1], all[i + 1]) == 0 then
-    redis.call('HDEL', KEYS[3], all[i])
-    redis.call('ZREM', KEYS[2], all[i])
-    redis.call('HINCRBY', KEYS[5], 'poisoned', 1)
-    refund(KEYS[4], KEYS[5], all[i])
+    unpublish(KEYS[2], KEYS[3], KEYS[4], KEYS[5], all[i], 'poisoned')
     missing[#missing + 1] = all[i]
   end
 end
