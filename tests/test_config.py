@@ -255,6 +255,23 @@ def test_a_combination_that_cannot_work_names_both_fields_and_the_remedy(
     assert all(part in line for part in named), line
 
 
+def test_keeping_segments_for_checkpoints_that_come_too_seldom_is_refused() -> None:
+    data = MINIMAL | {"trainer": MINIMAL["trainer"] | {"ack": "checkpoint"}, "flow": {"max_staleness": 2}}
+    (line,) = problems_of(data)
+    assert "trainer.checkpoint_every is 20" in line and "lower it to 3, 1 + flow.max_staleness" in line
+    data["trainer"] |= {"checkpoint_every": 3}
+    validate(data)
+    data["flow"] |= {"order": "ticket"}
+    (line,) = problems_of(data)
+    assert "trainer.ack is checkpoint but flow.order is ticket" in line and "set flow.order to arrival" in line
+
+
+def test_in_ticket_order_nothing_staler_than_eta_is_trained_and_another_limit_is_refused() -> None:
+    assert validate(MINIMAL | {"flow": {"order": "ticket", "max_staleness": 2}}).flow.stale_limit_versions == 2
+    (line,) = problems_of(MINIMAL | {"flow": {"order": "ticket", "stale_limit": 3}})
+    assert "flow.stale_limit is set but flow.order is ticket" in line and "remove stale_limit" in line
+
+
 def test_two_sources_of_first_weights_are_refused() -> None:
     data = with_value("policy.init_from", "runs/a") | {"pretrain": {}}
     (line,) = problems_of(data)

@@ -660,11 +660,16 @@ class Run(RuleBasedStateMachine):
     run: str
     number = 0
 
-    @initialize(eta=st.integers(0, 2))
-    def start(self, eta: int) -> None:
+    @initialize(eta=st.integers(0, 2), keep=st.booleans())
+    def start(self, eta: int, keep: bool) -> None:
         Run.number += 1
         self.flow = make_flow(self.client, f"{self.run}-{Run.number}", eta=eta)
+        self.config = self.flow.config()
         self.eta = eta
+        self.keep = keep  # ack: checkpoint
+        self.kept: dict[str, tuple[int, Consumed]] = {}  # member -> its update
+        self.started = 0
+        self.seen = self.look()
         self.given: list[str] = []  # every member ever granted
         self.held: set[str] = set()
         self.published: dict[str, Consumed] = {}
@@ -679,10 +684,19 @@ class Run(RuleBasedStateMachine):
         if hasattr(self, "flow"):
             self.client.delete(*self.client.scan_iter(match=self.flow.keys.flow[: -len("flow")] + "*", count=1000))
 
-    @precondition(lambda self: len(self.held) + len(self.published) < (1 + self.eta) * B)
+    @property
+    def outstanding(self) -> int:
+        return len(self.held) + len(self.published) + len(self.kept)
+
+    def look(self) -> LastSeen:
+        state = self.flow.state()
+        assert state is not None
+        return LastSeen(state, self.flow.books())
+
+    @precondition(lambda self: self.outstanding < (1 + self.eta) * B)
     @rule(wanted=st.sampled_from([4 * B, B, 2, 1]), all_or_none=st.booleans())
     def grant_permits(self, wanted: int, all_or_none: bool) -> None:
-        free = (1 + self.eta) * B - len(self.held) - len(self.published)
+        free = (1 + self.eta) * B - self.outstanding
         granted = self.flow.grant(wanted, LEASE_S, all_or_none=all_or_none)
         if free < (wanted if all_or_none else 1):
             assert granted == "full"
@@ -694,6 +708,7 @@ class Run(RuleBasedStateMachine):
             assert self.version - self.eta <= permit.min_version <= self.version
             self.given.append(permit.member)
             self.held.add(permit.member)
+        self.started += len(granted)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), lost_replies=st.integers(0, 2))
@@ -758,19 +773,26 @@ class Run(RuleBasedStateMachine):
         assert len(tickets) == B and not tickets & self.lineage, "a ticket was trained twice in one lineage"
         self.lineage |= tickets
         self.counts["skipped" if skipped else "trained"] += B
+        if self.keep:
+            self.kept |= {item.member: (self.update + 1, item) for item in consumed}
         self.update, self.version, self.last_commit = self.update + 1, self.version + 1, call
 
     @rule(lost_replies=st.integers(0, 1), skipped=st.booleans(), reverse=st.booleans())
     def a_whole_update_goes_well(self, lost_replies: int, skipped: bool, reverse: bool) -> None:
-        if len(self.held) + len(self.published) < (1 + self.eta) * B:
+        if len(self.kept) > self.eta * B:
+            self.the_trainer_saves_a_checkpoint(released=True)
+        if self.outstanding < (1 + self.eta) * B:
             self.grant_permits(4 * B, all_or_none=False)
         self.publish(sorted(self.held, reverse=reverse), lost_replies)
         self.update_from(sorted(self.published, reverse=reverse)[:B], skipped, lost_replies)
 
     @precondition(lambda self: self.last_commit is not None)
-    @rule()
-    def the_trainer_saves_a_checkpoint(self) -> None:
+    @rule(released=st.booleans())
+    def the_trainer_saves_a_checkpoint(self, released: bool) -> None:
         self.checkpoint = (self.update, dict(self.counts), set(self.lineage))
+        if released:  # else it dies in between, or will do it at the next one
+            assert self.flow.release(self.epoch, self.update) == len(self.kept)
+            self.kept.clear()
 
     @precondition(lambda self: self.last_commit is not None)
     @rule()
@@ -782,9 +804,55 @@ class Run(RuleBasedStateMachine):
             self.zombies.append((self.epoch, self.update, self.version + 1, list(self.published.values()), False))
         self.update, counts, lineage = self.checkpoint
         self.counts, self.lineage, self.last_commit = dict(counts), set(lineage), None
-        self.version += 1
-        self.flow.resume(self.epoch, self.update, self.version, counts["trained"], counts["skipped"], WEIGHTS)
-        self.epoch += 1
+        self.published |= {member: item for member, (update, item) in self.kept.items() if update > self.update}
+        self.kept.clear()
+        self.take_over()
+
+    def take_over(self) -> None:
+        state = self.flow.state()
+        assert state is not None
+        self.version = max(self.version, state.version) + 1
+        self.flow.resume(
+            state.epoch, self.update, self.version, self.counts["trained"], self.counts["skipped"], WEIGHTS
+        )
+        self.epoch = state.epoch + 1
+
+    @rule()
+    def the_launcher_looks(self) -> None:
+        self.seen = self.look()
+
+    @rule(data=st.data(), by_a_new_trainer=st.booleans())
+    def the_server_loses_everything(self, data: st.DataObject, by_a_new_trainer: bool) -> None:
+        if self.last_commit is not None:
+            self.zombies.append(self.last_commit)
+        alive = data.draw(st.sets(st.sampled_from(sorted(self.held)))) if self.held else set()
+        keys = self.flow.keys
+        self.client.delete(*self.client.scan_iter(match=keys.flow[: -len("flow")] + "*", count=1000))
+        assert self.flow.grant(1, LEASE_S) == "missing"
+        assert self.flow.create(self.config, self.seen)
+        self.client.xgroup_create(keys.trajectories, TRAINERS, id="0", mkstream=True)
+        state = self.flow.state()
+        assert state is not None
+        self.started = self.seen.books.started
+        lost = self.flow.books().outcomes["lost_with_server"]
+        assert self.flow.register("another life", sorted(alive), LEASE_S) == 0
+        for _ in range(2):  # the second time as after a lost reply
+            self.flow.register(state.generation, sorted(alive), LEASE_S)
+        self.started += max(0, len(alive) - lost)
+        assert self.flow.grant(1, LEASE_S) == "holding", "no permits for one lease"
+        self.client.hset(keys.flow, "hold_until_ms", 0)  # which passes
+        self.held = alive
+        self.published.clear()
+        self.kept.clear()
+        if by_a_new_trainer:
+            self.update, counts, lineage = self.checkpoint
+            self.counts, self.lineage = dict(counts), set(lineage)
+        self.take_over()
+        self.last_commit = None
+        # As the trainer does: the counters of its checkpoint are those of this server's books.
+        self.counts = {name: self.flow.books().outcomes[name] for name in self.counts}
+        self.checkpoint = (self.update, dict(self.counts), set(self.lineage))
+        self.seen = self.look()
 
     @precondition(lambda self: self.zombies)
     @rule(data=st.data())
@@ -793,7 +861,7 @@ class Run(RuleBasedStateMachine):
             self.commit(*data.draw(st.sampled_from(self.zombies)))
 
     def commit(self, epoch: int, update: int, version: int, consumed: list[Consumed], skipped: bool) -> str:
-        return self.flow.commit(epoch, update, version, consumed, WEIGHTS, skipped=skipped)
+        return self.flow.commit(epoch, update, version, consumed, WEIGHTS, skipped=skipped, keep=self.keep)
 
     @invariant()
     def the_books_balance(self) -> None:
@@ -801,11 +869,12 @@ class Run(RuleBasedStateMachine):
             return
         books = self.flow.books()
         assert books.balance == 0, books
-        assert books.started == len(self.given)
-        assert books.in_flight == len(self.held) + len(self.published) <= (1 + self.eta) * B
+        assert books.started == self.started
+        assert books.in_flight == len(self.held) + len(self.published)
+        assert self.outstanding <= (1 + self.eta) * B
         assert {name: books.outcomes[name] for name in self.counts} == self.counts
-        assert self.flow.live_members() == self.held | set(self.published)
-        assert {item.member for item in in_stream(self.flow)} == set(self.published)
+        assert self.flow.live_members() == self.held | set(self.published) | set(self.kept)
+        assert {item.member for item in in_stream(self.flow)} == set(self.published) | set(self.kept)
         state = self.flow.state()
         assert state is not None
         assert (state.update, state.version, state.epoch) == (self.update, self.version, self.epoch)
@@ -815,7 +884,7 @@ class Run(RuleBasedStateMachine):
         if not hasattr(self, "flow"):
             return
         waiting = {member.decode() for member in self.client.zrange(self.flow.keys.refunded, 0, -1)}
-        tickets = [member.partition(".")[0] for member in [*self.held, *self.published, *waiting]]
+        tickets = [member.partition(".")[0] for member in [*self.held, *self.published, *self.kept, *waiting]]
         assert len(set(tickets)) == len(tickets)
 
 

@@ -120,6 +120,9 @@ class Trainer(Section):
     )
     max_skipped_in_a_row: int = Field(default=5, ge=1, description="Skipped updates in a row that end the run.")
     checkpoint_every: int = Field(default=20, ge=1, description="Updates between checkpoints.")
+    ack: Literal["update", "checkpoint"] = Field(
+        default="update", description="checkpoint: segments are kept until a checkpoint holds what they taught."
+    )
     keep_checkpoints: int = Field(default=3, ge=1, description="Newest checkpoints kept on disk.")
     device: str = Field(default="auto", description="Torch device, or auto: cuda if there is one, else cpu.")
     threads: int = Field(default=1, ge=1, description="CPU threads of torch in the trainer.")
@@ -128,7 +131,7 @@ class Trainer(Section):
 class Flow(Section):
     max_staleness: int = Field(default=1, ge=0, description="η: versions that a segment's oldest weights may lag.")
     stale_limit: int | None = Field(
-        default=None, ge=0, description="Staleness above which a segment is refused. Default: 2η + 2."
+        default=None, ge=0, description="Staleness above which a segment is refused. Default: 2η + 2; by ticket η."
     )
     order: Literal["arrival", "ticket"] = Field(
         default="arrival", description="ticket: trained in ticket order, staleness exact; for parity runs."
@@ -139,6 +142,9 @@ class Flow(Section):
 
     @property
     def stale_limit_versions(self) -> int:
+        """In ticket order η is exact: only a trainer that takes over, with a version of its own, makes one staler."""
+        if self.order == "ticket":
+            return self.max_staleness
         return 2 * self.max_staleness + 2 if self.stale_limit is None else self.stale_limit
 
 
@@ -260,12 +266,29 @@ def cross_check(config: Config) -> list[str]:
             f"generators.padded_sizes holds {oversized[0]} but generators.max_batch_size is {rows}; "
             f"remove it or raise max_batch_size"
         )
-    limit = config.flow.stale_limit_versions
+    in_order, limit = config.flow.order == "ticket", config.flow.stale_limit_versions
+    if in_order and config.flow.stale_limit is not None:
+        problems.append(
+            "flow.stale_limit is set but flow.order is ticket, where none may exceed flow.max_staleness; "
+            "remove stale_limit"
+        )
     if limit < config.flow.max_staleness:
         problems.append(
             f"flow.stale_limit is {limit} but flow.max_staleness is {config.flow.max_staleness}; "
             f"raise stale_limit to at least max_staleness"
         )
+    if config.trainer.ack == "checkpoint":
+        most = 1 + config.flow.max_staleness
+        if config.trainer.checkpoint_every > most:
+            problems.append(
+                f"trainer.ack is checkpoint but trainer.checkpoint_every is {config.trainer.checkpoint_every}; kept "
+                f"segments would use up all permits: lower it to {most}, 1 + flow.max_staleness, or raise that"
+            )
+        if in_order:
+            problems.append(
+                "trainer.ack is checkpoint but flow.order is ticket: segments given back by a crash would be refused "
+                "as too stale; set flow.order to arrival"
+            )
     if config.policy.init_from is not None and config.pretrain is not None:
         problems.append(
             "policy.init_from and pretrain are both set; remove one, since both say where the first weights come from"

@@ -29,6 +29,7 @@ Desired = Literal["running", "paused", "draining", "stopped"]
 DESIRED: tuple[Desired, ...] = ("running", "paused", "draining", "stopped")
 CONTROL_KEPT = 1000
 TICKETS_JUMPED = 100_000
+EPOCHS_JUMPED = 1000
 # What can become of a segment that was started; together with those in flight they balance `started`.
 OUTCOMES = ("trained", "skipped", "aborted", "expired", "refused", "poisoned", "rolled_back", "lost_with_server")
 
@@ -108,8 +109,8 @@ class Flow:
         """Start the run's flow; False when a run of this name exists on this server.
 
         last: what was seen before the server lost it. Versions and tickets go on from there, since generators still
-        hold the old weights and simulators the old tickets; tickets granted after that look are jumped over, what was
-        in flight is counted as lost with the server, and permits wait for one lease (see `register`).
+        hold the old weights and simulators the old tickets; tickets granted and epochs taken after that look are jumped
+        over, what was in flight is counted as lost with the server, and permits wait for one lease (see `register`).
         """
         state: dict[str, str | int] = {
             "desired": "running",
@@ -127,7 +128,8 @@ class Flow:
         counters: dict[str, int] = {}
         if last is not None:
             seen, books = last.state, last.books
-            state |= {name: getattr(seen, name) for name in ("desired", "update", "version", "first_version", "epoch")}
+            state |= {name: getattr(seen, name) for name in ("desired", "update", "version", "first_version")}
+            state["epoch"] = seen.epoch + EPOCHS_JUMPED
             state["shm_token"] = seen.shm_token
             state["next_ticket"] = seen.next_ticket + TICKETS_JUMPED
             counters = {**books.outcomes, "started": books.started, "given_up": books.given_up}
@@ -135,7 +137,7 @@ class Flow:
         hold_ms = int(config.flow.lease_s * 1000) if last is not None else 0
         arguments = [config.model_dump_json(), hold_ms, len(counters), *_flat(counters), *_flat(state)]
         k = self.keys
-        keys = [k.flow, k.config, k.books, k.permits, k.published, k.entries, k.refunded]
+        keys = [k.flow, k.config, k.books, k.permits, k.published, k.kept, k.entries, k.refunded]
         return bool(self._call(scripts.CREATE_RUN, keys, arguments))
 
     def adopt(self, config: Config) -> None:
@@ -207,7 +209,8 @@ class Flow:
     def grant(self, wanted: int, lease_s: float, *, all_or_none: bool = False) -> list[Permit] | str:
         """Up to `wanted` permits, or the word why there is none: paused, draining, stopped, holding, no weights, full,
         missing (no such run)."""
-        keys = [self.keys.flow, self.keys.permits, self.keys.published, self.keys.refunded, self.keys.books]
+        k = self.keys
+        keys = [k.flow, k.permits, k.published, k.kept, k.refunded, k.books]
         reply = self._call(scripts.GRANT, keys, [wanted, int(lease_s * 1000), int(all_or_none)])
         if isinstance(reply, bytes):
             return reply.decode()
@@ -275,14 +278,17 @@ class Flow:
         manifest: Mapping[bytes, bytes],
         *,
         skipped: bool,
+        keep: bool = False,
     ) -> Literal["committed", "repeat", "missing"]:
         """One update becomes real; `missing` when the server lost the run. Raises Expired when a newer trainer took
-        over."""
-        k = self.keys
-        keys = [k.flow, k.published, k.entries, k.books, k.trajectories, k.weights]
+        over.
+
+        keep: its segments stay, outstanding, until `release`; a `resume` from before this update gives them back.
+        """
+        keys = self._trained_keys()
         pairs = [item for c in consumed for item in (c.entry, c.member)]
         counter = "skipped" if skipped else "trained"
-        fixed = [epoch, expected_update, version, counter, TRAINERS, ENTRIES_KEPT, len(consumed)]
+        fixed = [epoch, expected_update, version, counter, TRAINERS, ENTRIES_KEPT, int(keep), len(consumed)]
         flat = _flat(manifest)
         answer = self._call(scripts.COMMIT, keys, [*fixed, *pairs, *flat])
         if answer == b"fenced":
@@ -293,14 +299,20 @@ class Flow:
             return "missing"
         return "committed" if answer == b"committed" else "repeat"
 
+    def release(self, epoch: int, update: int) -> int:
+        """The checkpoint of `update` is durable: the segments kept for it go; returns how many."""
+        k = self.keys
+        return int(self._call(scripts.RELEASE, [k.flow, k.kept, k.entries, k.trajectories], [epoch, TRAINERS, update]))
+
     def resume(
         self, epoch: int, update: int, version: int, trained: int, skipped: int, manifest: Mapping[bytes, bytes]
     ) -> None:
         """A trainer takes over at `update` with weights `version`, as epoch + 1. `trained` and `skipped` are the
-        checkpoint's counters: what was trained beyond them is rolled back. Raises Expired."""
-        keys = [self.keys.flow, self.keys.books, self.keys.weights]
-        flat = _flat(manifest)
-        answer = self._call(scripts.RESUME, keys, [epoch, update, version, ENTRIES_KEPT, trained, skipped, *flat])
+        checkpoint's counters: what was trained beyond them is given back where it was kept, else rolled back.
+        Raises Expired."""
+        counters = [TRAINERS, trained, skipped]
+        arguments = [epoch, update, version, ENTRIES_KEPT, *counters, *_flat(manifest)]
+        answer = self._call(scripts.RESUME, self._trained_keys(), arguments)
         if answer != b"resumed":
             raise Expired(f"run {self.keys.run}: another trainer took over while this one started")
 
@@ -321,9 +333,9 @@ class Flow:
         return int(self.client.zcard(self.keys.permits))
 
     def live_members(self) -> set[str]:
-        """`<ticket>.<attempt>` of all segments in the making or waiting for their update."""
-        keys = self.keys
-        parts = self._together(lambda pipe: pipe.zrange(keys.permits, 0, -1).zrange(keys.published, 0, -1))
+        """`<ticket>.<attempt>` of all segments in the making, waiting for their update, or kept for a checkpoint."""
+        zsets = (self.keys.permits, self.keys.published, self.keys.kept)
+        parts = self._together(lambda pipe: [pipe.zrange(zset, 0, -1) for zset in zsets])
         return {member.decode() for part in parts for member in part}
 
     def _together(self, queue: Callable[[Any], object]) -> list[Any]:
@@ -342,6 +354,10 @@ class Flow:
     def _published_keys(self) -> list[str]:
         k = self.keys
         return [k.flow, k.published, k.entries, k.refunded, k.books, k.trajectories]
+
+    def _trained_keys(self) -> list[str]:
+        k = self.keys
+        return [k.flow, k.published, k.kept, k.entries, k.books, k.trajectories, k.weights]
 
     def _no_such_run(self) -> InputError:
         return InputError(

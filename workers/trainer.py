@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,7 +49,10 @@ from workers.worker import BLOCK_S, Worker, run_process
 UNCOMMITTED_CHUNKS_S = 3600.0
 OLD_CHUNKS_S = 60.0
 SAY_WAITING_S = 20.0
+POISONED_UPDATES = 4  # so many updates' segments in a row, all unusable: their makers will not do better
+RETRY_CHECKPOINT_S = 5.0
 UPDATES_FILE = "updates.jsonl"
+LAST_VERSION_FILE = "last_version"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +85,13 @@ class Trainer:
         self.outcomes = EpisodeOutcomes()
         self._held: dict[str, _Held] = {}
         self._void: set[str] = set()  # trained in an update that the server lost before its commit
+        self._kept: dict[str, Trajectory] = {}  # by entry: trained, and not yet in a durable checkpoint
         self._manifest: WeightsManifest | None = None
         self._trained = self._skipped = 0
         self._skipped_in_a_row = 0
+        self._poisoned_in_a_row = 0
         self._checkpointed = -1
+        self._retry_checkpoint_s = math.inf
         self._last_data_s = time.monotonic()
         self._waiting_since_s = time.monotonic()
         self._next_miss_s = 0.0
@@ -112,10 +119,11 @@ class Trainer:
     def start_anew(self) -> None:
         """The server lost everything, and the launcher made the run's flow again: what was published is lost, these
         weights are not, and they go out under a version of their own."""
-        for held in self._held.values():
-            self._remove_payloads(held.trajectory)
+        for trajectory in [*(held.trajectory for held in self._held.values()), *self._kept.values()]:
+            self._remove_payloads(trajectory)
         lost = len(self._held)
         self._held.clear()
+        self._kept.clear()
         self._take_over(self._trained, self._skipped)
         self.worker.say(
             "taken over", f"the server lost the run; it goes on at update {self.update}, {lost} segments less"
@@ -127,8 +135,9 @@ class Trainer:
         state = self.flow.state()
         if state is None:
             raise InputError(f"run {self.worker.keys.run}: not on this server; start it with `vla-stream run`")
-        # Versions are never used twice, also when the server remembers an older one than we do.
-        self.version, self.epoch = max(self.version, state.version) + 1, state.epoch + 1
+        # The server may remember an older version than we do, or than our predecessor published.
+        self.version = max(self.version, state.version, self._last_version()) + 1
+        self.epoch = state.epoch + 1
         previous = newest_manifest(self.client, self.worker.keys)
         manifest, chunks = self._describe_weights()
         publish_chunks(self.flow.scripts, self.worker.keys, manifest, chunks, UNCOMMITTED_CHUNKS_S)
@@ -140,23 +149,26 @@ class Trainer:
         if (self._trained, self._skipped) != (trained, skipped):
             self._save_checkpoint()  # its counters are those of this server's books
         if state.update > self.update:
-            self.worker.say(
-                "rolled back", f"{state.update - self.update} updates after checkpoint {self.update} are repeated"
-            )
+            again = "the segments kept for it" if self._keeping else "new segments"
+            lost = state.update - self.update
+            self.worker.say("rolled back", f"{lost} updates after checkpoint {self.update} are repeated with {again}")
         self.worker.version, self.worker.progress = self.version, self.update
 
     def recover(self) -> None:
         """At start and after each reconnect: what an earlier trainer or a lost reply left pending."""
-        held = {held.entry.id for held in self._held.values()}
+        known = {held.entry.id for held in self._held.values()} | set(self._kept)
         for entry in self.queue.recover():
-            if entry.id not in held:
+            if entry.id not in known:
                 self._take(entry)
 
     def step(self, block_ms: int | None) -> bool:
         """Read what has arrived, then one update if its segments are in; True when one was committed."""
         if self.done:
             return False
+        if time.monotonic() > self._retry_checkpoint_s:
+            self._save_checkpoint()
         self._collect(block_ms)
+        self._refuse_stale()
         chosen = self._choose()
         if not chosen:
             self._miss()
@@ -169,6 +181,10 @@ class Trainer:
         """Leave a checkpoint of the last update."""
         if self._checkpointed != self.update:
             self._save_checkpoint()
+
+    @property
+    def _keeping(self) -> bool:
+        return self.config.trainer.ack == "checkpoint"
 
     # ---- taking segments
 
@@ -190,10 +206,6 @@ class Trainer:
             if trajectory.member in self._void:
                 self._refuse(entry, trajectory, "it was trained before the server lost the run")
                 return
-            staleness = self.version - trajectory.version
-            if staleness > self.config.flow.stale_limit_versions:
-                self._refuse(entry, trajectory, f"staleness {staleness} is above flow.stale_limit")
-                return
             segment = trajectory.load(self.reader.read)
             self._check_shapes(segment)
         except PayloadUnreachable as exc:
@@ -202,7 +214,7 @@ class Trainer:
         except BadMessage as exc:
             self._poisoned(entry, str(exc))
             return
-        self._last_data_s = time.monotonic()
+        self._last_data_s, self._poisoned_in_a_row = time.monotonic(), 0
         with self.meter.busy("prepare"):
             prepared = self.learner.prepare(segment)
         self._held[trajectory.member] = _Held(entry, trajectory, segment, prepared)
@@ -221,6 +233,15 @@ class Trainer:
                 f"segment {segment.ticket}: it shows cameras {cameras} and {first.state.shape[1]} state dims, "
                 f"expected {dict(self.specification.cameras)} and {self.specification.state_dims}"
             )
+
+    def _refuse_stale(self) -> None:
+        """Looked at before each update, since held segments age when this trainer takes over under a new version."""
+        limit = self.config.flow.stale_limit_versions
+        for held in list(self._held.values()):
+            staleness = self.version - held.trajectory.version
+            if staleness > limit:
+                self._refuse(held.entry, held.trajectory, f"its staleness is {staleness}, at most {limit} is trained")
+                del self._held[held.trajectory.member]
 
     def _choose(self) -> list[_Held]:
         """The B segments of the next update, or none while they are not all here."""
@@ -243,6 +264,12 @@ class Trainer:
         if self.flow.refuse(self.epoch, entry.id, "poisoned"):
             self.meter.count("poisoned")
             self.worker.say("poisoned", f"entry {entry.id}: {reason}; its ticket is given out again")
+            self._poisoned_in_a_row += 1
+            if self._poisoned_in_a_row >= POISONED_UPDATES * self.config.trainer.segments_per_update:
+                raise Hopeless(
+                    f"{self._poisoned_in_a_row} segments in a row could not be used, last: {reason}; "
+                    "see what the simulators and the policy of the generators return"
+                )
 
     def _miss(self) -> None:
         """Segments that were published and whose entries are gone must not count as outstanding for ever."""
@@ -315,7 +342,9 @@ class Trainer:
             publish_chunks(self.flow.scripts, self.worker.keys, manifest, chunks, UNCOMMITTED_CHUNKS_S)
             consumed = [held.consumed for held in chosen]
             fields = manifest.to_fields()
-            answer = self.flow.commit(self.epoch, self.update - 1, self.version, consumed, fields, skipped=skipped)
+            answer = self.flow.commit(
+                self.epoch, self.update - 1, self.version, consumed, fields, skipped=skipped, keep=self._keeping
+            )
             keep_chunks(self.client, self.worker.keys, manifest, previous, OLD_CHUNKS_S)
             return answer
 
@@ -335,8 +364,11 @@ class Trainer:
         self.worker.version, self.worker.progress = self.version, self.update
         # The update stands: from here on nothing may raise, else its segments or its checkpoint would be lost.
         for held in chosen:
-            with contextlib.suppress(*UNREACHABLE):
-                self._remove_payloads(held.trajectory)
+            if self._keeping and answer != "missing":
+                self._kept[held.entry.id] = held.trajectory
+            else:
+                with contextlib.suppress(*UNREACHABLE):
+                    self._remove_payloads(held.trajectory)
 
     def _record(self, chosen: list[_Held], result: UpdateResult) -> None:
         """One line per update in updates.jsonl: which segments it consumed, in the order they were trained in."""
@@ -350,7 +382,19 @@ class Trainer:
         with contextlib.suppress(OSError), (self.config.run_dir / UPDATES_FILE).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
+    def _last_version(self) -> int:
+        """The highest version that any trainer of this run has begun to publish, or 0 where the file is not there."""
+        try:
+            return int((self.config.run_dir / LAST_VERSION_FILE).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return 0
+
     def _describe_weights(self) -> tuple[WeightsManifest, list[bytes]]:
+        # Written before anybody can see the version: no number may ever name two different weights.
+        with contextlib.suppress(OSError):  # a full disk; then the checkpoint and the server remember it
+            unfinished = self.config.run_dir / f".{LAST_VERSION_FILE}"
+            unfinished.write_text(f"{self.version}\n", encoding="utf-8")
+            unfinished.replace(self.config.run_dir / LAST_VERSION_FILE)
         return WeightsManifest.describe(
             self.version, self.update, self.epoch, to_bytes(self.learner.policy.state_dict())
         )
@@ -363,10 +407,18 @@ class Trainer:
             checkpoint.prune(self.folder, self.config.trainer.keep_checkpoints, protected=(f"{0:06d}",))
         except OSError as exc:
             # A full disk must not end a run that could go on for hours (F47).
-            reason = exc.strerror or exc
-            self.worker.say("checkpoint", f"{self.folder}: not written ({reason}); the run goes on without")
+            then = "tried again until it works, and its segments are kept" if self._kept else "the run goes on without"
+            self.worker.say("checkpoint", f"{self.folder}: not written ({exc.strerror or exc}); {then}")
+            self._retry_checkpoint_s = time.monotonic() + RETRY_CHECKPOINT_S if self._kept else math.inf
             return
-        self._checkpointed = self.update
+        self._checkpointed, self._retry_checkpoint_s = self.update, math.inf
+        if self._kept:
+            # A crash here leaves them to the next trainer, whose `resume` sees that this checkpoint holds them.
+            self.worker.patiently(lambda: self.flow.release(self.epoch, self.update))
+            for trajectory in self._kept.values():
+                with contextlib.suppress(*UNREACHABLE):
+                    self._remove_payloads(trajectory)
+            self._kept.clear()
 
     def _name_what_is_missing(self) -> None:
         if time.monotonic() - self._last_data_s < SAY_WAITING_S:

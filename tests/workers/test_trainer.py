@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from vla_stream.broker.scripts import Script
 from vla_stream.config import Config
 from vla_stream.environments.protocol import Observations
 from vla_stream.errors import Expired, Hopeless
-from vla_stream.flow import Permit
+from vla_stream.flow import LastSeen, Permit
 from vla_stream.learning import checkpoint
 from vla_stream.learning.segments import Segment
 from vla_stream.policies.protocol import Policy
@@ -30,6 +31,7 @@ from workers.models import make_policy
 from workers.trainer import Trainer, make_learner
 
 T, K, H, A = 3, 2, 2, 2
+original_save = checkpoint.save
 CPU = torch.device("cpu")
 SPECIFICATION = Line(1, 1, Line.Options()).specification
 
@@ -182,7 +184,7 @@ def test_segments_above_the_stale_limit_are_refused_and_their_tickets_given_out_
     assert not trainer.step(None)
     assert run.flow.books().outcomes["refused"] == 2 and run.flow.books().balance == 0
     assert bench.waiting() == 0 and list(run.shm.iterdir()) == []
-    assert f"segment {permit.member}: staleness 2 is above flow.stale_limit" in str(run.events())
+    assert f"segment {permit.member}: its staleness is 2, at most 1 is trained" in str(run.events())
     assert bench.permits(1) == [Permit(permit.ticket, 2, 2)]
 
 
@@ -254,7 +256,7 @@ def test_a_restarted_trainer_resumes_from_its_checkpoint_and_rolls_the_rest_back
     assert all(torch.equal(policy[name], saved.policy[name]) for name in saved.policy)
     books = run.flow.books()
     assert books.outcomes["trained"] == 4 and books.outcomes["rolled_back"] == 2 and books.balance == 0
-    assert ("rolled back", "1 updates after checkpoint 2 are repeated") in run.events()
+    assert ("rolled back", "1 updates after checkpoint 2 are repeated with new segments") in run.events()
     assert 0 < run.client.pttl(run.keys.weight_chunk(4, 1, 0)) <= 60_000, "the old lineage's weights may go"
     # What the dead one had taken is trained by its successor.
     assert again.step(None) and again.update == 3
@@ -306,6 +308,119 @@ def test_in_ticket_order_a_ticket_that_was_refunded_is_waited_for_too(make: Make
     bench.publish(again)
     assert trainer.step(None)
     assert run.flow.live_members() == {third.member}
+
+
+def test_in_ticket_order_a_take_over_makes_no_segment_staler_than_eta(make: Make, run: Run) -> None:
+    bench = make(flow__order="ticket", updates=10)
+    bench.trainer()
+    permits = bench.permits(4)
+    for permit in permits[:2]:
+        bench.publish(permit, version=1)
+    # Versions 2 and 3 are those of take-overs, without an update: what version 1 made is then staler than η = 1.
+    bench.trainer()
+    trainer = bench.trainer()
+    for permit in permits[2:]:
+        bench.publish(permit, version=3)
+    assert not trainer.step(None)
+    assert run.flow.books().outcomes["refused"] == 2 and run.flow.books().balance == 0
+    again = bench.permits(2)
+    assert [permit.member for permit in again] == ["1.2", "2.2"]
+    for permit in again:
+        bench.publish(permit, version=3)
+    assert trainer.step(None) and trainer.step(None)
+    assert [sample["staleness_max"] for sample in bench.samples()] == [0, 1]
+
+
+def test_with_ack_checkpoint_a_crash_costs_no_segment(make: Make, run: Run) -> None:
+    bench = make(updates=10, trainer__ack="checkpoint", trainer__checkpoint_every=2)
+    trainer = bench.trainer()
+    for _ in range(2):
+        bench.feed(version=trainer.version)
+        assert trainer.step(None)
+    assert bench.waiting() == 0 and run.flow.live_members() == set(), "the checkpoint of update 2 holds them"
+    third = bench.feed(version=trainer.version, shm=True)
+    assert trainer.step(None) and trainer.update == 3
+    assert bench.waiting() == 2 and run.flow.live_members() == {permit.member for permit in third}
+    assert len(list(run.shm.iterdir())) == 2, "their observations stay too"
+    trainer.recover()
+    assert not trainer.step(None), "they are pending still, and not trained twice"
+    assert isinstance(run.flow.grant(2, 30.0), list) and run.flow.grant(1, 30.0) == "full", "they are outstanding"
+
+    again = bench.trainer()
+    assert again.update == 2
+    assert ("rolled back", "1 updates after checkpoint 2 are repeated with the segments kept for it") in run.events()
+    assert again.step(None) and again.update == 3
+    lines = (bench.config.run_dir / "updates.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1])["segments"] == json.loads(lines[-2])["segments"] == [p.member for p in third]
+    books = run.flow.books()
+    assert (books.outcomes["trained"], books.outcomes["rolled_back"], books.balance) == (6, 0, 0)
+    again.close()
+    assert bench.waiting() == 0 and list(run.shm.iterdir()) == []
+
+
+def test_with_ack_checkpoint_a_crash_between_checkpoint_and_release_trains_nothing_twice(
+    make: Make, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make(updates=10, trainer__ack="checkpoint", trainer__checkpoint_every=1)
+    trainer = bench.trainer()
+
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trainer.flow, "release", die)
+    bench.feed()
+    with pytest.raises(KeyboardInterrupt):
+        trainer.step(None)
+    assert bench.waiting() == 2 and bench.checkpoints() == ["000000", "000001"]
+    again = bench.trainer()
+    assert again.update == 1 and bench.waiting() == 0
+    assert not again.step(None)
+    assert run.flow.books().outcomes["trained"] == 2 and run.flow.books().balance == 0
+
+
+def test_with_ack_checkpoint_a_full_disk_is_waited_for(make: Make, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = make(updates=10, trainer__ack="checkpoint", trainer__checkpoint_every=1)
+    trainer = bench.trainer()
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save", full)
+    monkeypatch.setattr(trainer_module, "RETRY_CHECKPOINT_S", 0.0)
+    bench.feed()
+    assert trainer.step(None)
+    assert not trainer.step(None) and bench.waiting() == 2
+    assert run.events()[-1][1].endswith("tried again until it works, and its segments are kept")
+    monkeypatch.setattr(checkpoint, "save", original_save)
+    trainer.step(None)
+    assert bench.waiting() == 0 and bench.checkpoints() == ["000000", "000001"]
+
+
+def test_no_version_names_two_weights_although_server_and_checkpoint_remember_older_ones(make: Make, run: Run) -> None:
+    bench = make(updates=10, trainer__checkpoint_every=5)
+    trainer = bench.trainer()
+    state = run.flow.state()
+    assert state is not None
+    seen = LastSeen(state, run.flow.books())
+    for _ in range(3):
+        bench.feed(version=trainer.version)
+        assert trainer.step(None)
+    assert trainer.version == 4
+    # The launcher was frozen for these three updates, the server loses everything, and the trainer dies with it.
+    run.client.delete(*run.client.scan_iter(match=run.keys.everything_pattern))
+    assert run.flow.create(bench.config, seen)
+    again = bench.trainer()
+    assert (again.update, again.version) == (0, 5)
+
+
+def test_a_run_all_of_whose_segments_are_unusable_ends_and_says_why(make: Make, run: Run) -> None:
+    bench = make(updates=10, flow__max_staleness=3)
+    trainer = bench.trainer()
+    with pytest.raises(Hopeless, match=r"8 segments in a row could not be used, last: .*expected \[2, 2\]"):
+        for _ in range(8):
+            bench.feed(count=1, actions=(H + 1, A))
+            trainer.step(None)
+    assert run.flow.books().outcomes["poisoned"] == 8 and run.flow.books().balance == 0
 
 
 def test_f46_a_skipped_update_still_publishes_a_version_and_after_some_in_a_row_the_run_fails(

@@ -1,7 +1,8 @@
 """Lua scripts: the only writers of permits, tickets and books (DESIGN §5). Each runs atomically on the server.
 
 Shared words: a member is `<ticket>.<attempt>`; the zset `permits` is scored by lease expiry (ms, server time),
-`published` and `refunded` by ticket. Keys arrive in the order that each script names; they share one hash tag.
+`published` and `refunded` by ticket, `kept` (trained, but not yet in a durable checkpoint) by update. Keys arrive in
+the order that each script names; they share one hash tag.
 """
 
 from __future__ import annotations
@@ -34,6 +35,12 @@ local function unpublish(published, entries, refunded, books, member, counter)
   redis.call('ZREM', published, member)
   redis.call('HINCRBY', books, counter, 1)
   refund(refunded, books, member)
+end
+-- A trained segment is done with: acknowledged, deleted, forgotten.
+local function release(entries, trajectories, group, member, entry)
+  redis.call('XACK', trajectories, group, entry)
+  redis.call('XDEL', trajectories, entry)
+  redis.call('HDEL', entries, member)
 end
 -- Permits are leases: those past their time return.
 local function expire(permits, refunded, books)
@@ -149,7 +156,7 @@ return redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[1], '*', unpack(ARGV, 2))
 CREATE_RUN = Script(
     "create_run",
     """
--- KEYS flow config books permits published entries refunded
+-- KEYS flow config books permits published kept entries refunded
 -- ARGV config hold_ms n (counter value)×n field value… ; 0 when the run exists.
 -- hold_ms: no permits for so long, since simulators may still register segments of the server's last life.
 if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
@@ -220,26 +227,27 @@ return redis.call('HGET', KEYS[1], ARGV[1])
 GRANT = Script(
     "grant",
     """
--- KEYS flow permits published refunded books | ARGV wanted lease_ms all_or_none
--- Admission: outstanding = |permits| + |published| stays below (1 + eta)·B. Returns a reason, or {member, min_version}…
+-- KEYS flow permits published kept refunded books | ARGV wanted lease_ms all_or_none
+-- Admission: outstanding = |permits| + |published| + |kept| stays below (1 + eta)·B.
+-- Returns a reason, or {member, min_version}…
 local f = redis.call('HMGET', KEYS[1], 'desired', 'segments_per_update', 'max_staleness', 'version', 'first_version',
                      'hold_until_ms')
 if not f[1] then return 'missing' end
-expire(KEYS[2], KEYS[4], KEYS[5])
+expire(KEYS[2], KEYS[5], KEYS[6])
 if f[1] ~= 'running' then return f[1] end
 if now_ms() < tonumber(f[6]) then return 'holding' end
 if tonumber(f[4]) == 0 then return 'no weights' end
 local B, eta = tonumber(f[2]), tonumber(f[3])
-local outstanding = redis.call('ZCARD', KEYS[2]) + redis.call('ZCARD', KEYS[3])
+local outstanding = redis.call('ZCARD', KEYS[2]) + redis.call('ZCARD', KEYS[3]) + redis.call('ZCARD', KEYS[4])
 local free = (1 + eta) * B - outstanding
 local wanted = tonumber(ARGV[1])
 if free < 1 or (ARGV[3] == '1' and free < wanted) then return 'full' end
 local out = {}
 for i = 1, math.min(free, wanted) do
   -- The first write is one that a full server refuses: nothing new begins there (F23).
-  redis.call('HINCRBY', KEYS[5], 'started', 1)
+  redis.call('HINCRBY', KEYS[6], 'started', 1)
   local member
-  local old = redis.call('ZPOPMIN', KEYS[4])
+  local old = redis.call('ZPOPMIN', KEYS[5])
   if #old > 0 then
     local ticket, attempt = string.match(old[1], '^(%d+)%.(%d+)$')
     member = ticket .. '.' .. (attempt + 1)
@@ -279,11 +287,13 @@ PUBLISH = Script(
     """
 -- KEYS permits published entries trajectories | ARGV member field value… ; the entry is added exactly once per member.
 if redis.call('ZSCORE', KEYS[2], ARGV[1]) then return 'repeat' end
-if redis.call('ZREM', KEYS[1], ARGV[1]) == 0 then return 'expired' end
+if not redis.call('ZSCORE', KEYS[1], ARGV[1]) then return 'expired' end
 redis.call('HSET', KEYS[3], ARGV[1], redis.call('XADD', KEYS[4], '*', unpack(ARGV, 2)))
+redis.call('ZREM', KEYS[1], ARGV[1])
 redis.call('ZADD', KEYS[2], string.match(ARGV[1], '^%d+'), ARGV[1])
 return 'added'
 """,
+    frees_memory=True,  # by its update: what a full server would otherwise wait for
 )
 
 ABORT = Script(
@@ -333,7 +343,8 @@ MISS = Script(
 if redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[1] then return {} end
 local all, missing = redis.call('HGETALL', KEYS[3]), {}
 for i = 1, #all, 2 do
-  if #redis.call('XRANGE', KEYS[6], all[i + 1], all[i + 1]) == 0 then
+  local waits = redis.call('ZSCORE', KEYS[2], all[i])
+  if waits and #redis.call('XRANGE', KEYS[6], all[i + 1], all[i + 1]) == 0 then
     unpublish(KEYS[2], KEYS[3], KEYS[4], KEYS[5], all[i], 'poisoned')
     missing[#missing + 1] = all[i]
   end
@@ -346,25 +357,44 @@ return missing
 COMMIT = Script(
     "commit",
     """
--- KEYS flow published entries books trajectories weights
--- ARGV epoch expected_update version counter group weights_kept n (entry member)×n field value…
--- One update: weights entry, new update and version, segments acknowledged, deleted and un-published.
+-- KEYS flow published kept entries books trajectories weights
+-- ARGV epoch expected_update version counter group weights_kept keep n (entry member)×n field value…
+-- One update: weights entry, new update and version, segments un-published, and released unless `keep` is 1.
 -- missing: this life of the server knows of no trainer yet; the caller has to take the run over anew.
 local f = redis.call('HMGET', KEYS[1], 'epoch', 'update', 'version', 'generation', 'taken_over')
 if not f[5] or f[4] ~= f[5] then return 'missing' end
 if f[1] ~= ARGV[1] then return 'fenced' end
 if tonumber(f[2]) == ARGV[2] + 1 and f[3] == ARGV[3] then return 'repeat' end
 if f[2] ~= ARGV[2] then return 'fenced' end
-local n = tonumber(ARGV[7])
-for i = 8, 7 + 2 * n, 2 do
-  redis.call('XACK', KEYS[5], ARGV[5], ARGV[i])
-  redis.call('XDEL', KEYS[5], ARGV[i])
-  redis.call('HDEL', KEYS[3], ARGV[i + 1])
-  redis.call('HINCRBY', KEYS[4], ARGV[4], redis.call('ZREM', KEYS[2], ARGV[i + 1]))
-end
+redis.call('XADD', KEYS[7], 'MAXLEN', ARGV[6], '*', unpack(ARGV, 9 + 2 * ARGV[8]))
 redis.call('HSET', KEYS[1], 'update', ARGV[2] + 1, 'version', ARGV[3])
-redis.call('XADD', KEYS[6], 'MAXLEN', ARGV[6], '*', unpack(ARGV, 8 + 2 * n))
+for i = 9, 8 + 2 * ARGV[8], 2 do
+  local entry, member = ARGV[i], ARGV[i + 1]
+  local count = redis.call('ZREM', KEYS[2], member)
+  redis.call('HINCRBY', KEYS[5], ARGV[4], count)
+  if ARGV[7] == '1' and count == 1 then
+    redis.call('ZADD', KEYS[3], ARGV[2] + 1, member)
+  else
+    release(KEYS[4], KEYS[6], ARGV[5], member, entry)
+  end
+end
 return 'committed'
+""",
+    frees_memory=True,
+)
+
+RELEASE = Script(
+    "release",
+    """
+-- KEYS flow kept entries trajectories | ARGV epoch group update ; returns how many segments were released.
+-- The checkpoint of `update` is durable: what was trained up to it is not needed again.
+if redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[1] then return 0 end
+local done = redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', ARGV[3])
+for _, member in ipairs(done) do
+  release(KEYS[3], KEYS[4], ARGV[2], member, redis.call('HGET', KEYS[3], member) or '0-0')
+  redis.call('ZREM', KEYS[2], member)
+end
+return #done
 """,
     frees_memory=True,
 )
@@ -372,22 +402,36 @@ return 'committed'
 RESUME = Script(
     "resume",
     """
--- KEYS flow books weights | ARGV expected_epoch update version weights_kept trained skipped field value…
--- A trainer starts: its epoch fences off older ones; what the lost lineage had trained is rolled back.
+-- KEYS flow published kept entries books trajectories weights
+-- ARGV expected_epoch update version weights_kept group trained skipped field value…
+-- A trainer starts: its epoch fences off older ones. What the lost lineage had trained is given back where it was kept
+-- (published again, for this trainer), else it is rolled back.
 local f = redis.call('HMGET', KEYS[1], 'epoch', 'generation')
 if not f[1] then return 'missing' end
 if f[1] ~= ARGV[1] then return 'fenced' end
-for i, counter in ipairs({'trained', 'skipped'}) do
-  local lost = (tonumber(redis.call('HGET', KEYS[2], counter)) or 0) - tonumber(ARGV[4 + i])
-  -- Negative: this server's books are younger than the checkpoint, and nothing of theirs is lost.
-  if lost > 0 then
-    redis.call('HINCRBY', KEYS[2], counter, -lost)
-    redis.call('HINCRBY', KEYS[2], 'rolled_back', lost)
+redis.call('XADD', KEYS[7], 'MAXLEN', ARGV[4], '*', unpack(ARGV, 8))
+local kept, back = redis.call('ZRANGE', KEYS[3], 0, -1, 'WITHSCORES'), 0
+for i = 1, #kept, 2 do
+  if tonumber(kept[i + 1]) > tonumber(ARGV[2]) then
+    redis.call('ZADD', KEYS[2], string.match(kept[i], '^%d+'), kept[i])
+    back = back + 1
+  else
+    release(KEYS[4], KEYS[6], ARGV[5], kept[i], redis.call('HGET', KEYS[4], kept[i]) or '0-0')
   end
 end
+redis.call('DEL', KEYS[3])
+local lost = 0
+for i, counter in ipairs({'trained', 'skipped'}) do
+  local beyond = (tonumber(redis.call('HGET', KEYS[5], counter)) or 0) - tonumber(ARGV[5 + i])
+  -- Negative: this server's books are younger than the checkpoint, and nothing of theirs is lost.
+  if beyond > 0 then
+    redis.call('HINCRBY', KEYS[5], counter, -beyond)
+    lost = lost + beyond
+  end
+end
+redis.call('HINCRBY', KEYS[5], lost >= back and 'rolled_back' or 'trained', lost - back)
 redis.call('HSET', KEYS[1], 'epoch', f[1] + 1, 'update', ARGV[2], 'version', ARGV[3], 'first_version', ARGV[3],
            'taken_over', f[2])
-redis.call('XADD', KEYS[3], 'MAXLEN', ARGV[4], '*', unpack(ARGV, 7))
 return 'resumed'
 """,
     frees_memory=True,

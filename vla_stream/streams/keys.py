@@ -58,6 +58,11 @@ class Keys:
         return self._key("published")
 
     @property
+    def kept(self) -> str:
+        """Zset `<ticket>.<attempt>` by update: trained, and kept until a checkpoint holds it. Scripts only."""
+        return self._key("published:kept")
+
+    @property
     def entries(self) -> str:
         """Hash `<ticket>.<attempt>` → stream id of its entry in `trajectories`. Scripts only."""
         return self._key("published:entries")
