@@ -17,7 +17,8 @@ import pytest
 
 from vla_stream.broker.connection import UNREACHABLE, Client, connect
 from vla_stream.cli import samples
-from vla_stream.flow import Flow
+from vla_stream.flow import Flow, FlowState
+from vla_stream.streams import presence
 from vla_stream.streams.keys import Keys
 
 CONFIG = """
@@ -159,6 +160,43 @@ def test_a_run_survives_kills_refuses_a_twin_drains_on_ctrl_c_and_resumes(
     assert code == 0, shown
     summary = json.loads((shell.folder / "runs" / run_name / "summary.json").read_text())
     assert summary["updates"] == newest + 2
+
+
+@pytest.mark.timeout(180)
+def test_a_run_killed_at_once_with_all_its_workers_is_resumed_with_other_worker_counts(
+    shell: Shell, run_name: str, redis_url: str, client: Client
+) -> None:
+    flow, keys = Flow(client, Keys(run_name)), Keys(run_name)
+    where = ["--run", run_name, "--redis", redis_url]
+    process = shell.start("run", "mini.yaml", *where, "--updates", "100000", "--set", "flow.lease_s=2")
+
+    def state() -> FlowState:
+        found = flow.state()
+        assert found is not None
+        return found
+
+    wait_for(lambda: flow.state() is not None and state().update >= 3, "three updates")
+    pids = [worker.pid for worker in presence.alive(client, keys)]
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.communicate(timeout=30)
+    before, books = state(), flow.books()
+    assert books.started > 0 and list(client.scan_iter(match=keys.workers_pattern)), "nobody cleared anything away"
+
+    counts = ["--set", "simulators.count=2", "--set", "generators.count=2", "--set", "flow.lease_s=2"]
+    process = shell.start("run", "mini.yaml", *where, "--resume", "--updates", "100000", *counts)
+    wait_for(lambda: state().epoch > before.epoch and state().update > before.update, "more updates than before")
+    assert state().version > before.version
+    assert sorted(w.role for w in presence.alive(client, keys)) == [
+        "generator", "generator", "launcher", "simulator", "simulator", "trainer"
+    ]  # fmt: skip
+    process.send_signal(signal.SIGINT)
+    shown, _ = process.communicate(timeout=60)
+    assert f"taking over run {run_name}" in shown
+    records = samples.load(shell.folder / "runs" / run_name / "metrics.jsonl")
+    final = next(record for record in reversed(records) if record["kind"] == "books")
+    assert final["balance"] == 0 and final["started"] > books.started
 
 
 def events(client: Client, keys: Keys) -> list[Any]:

@@ -6,10 +6,13 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 from vla_stream.broker.connection import Client
 from vla_stream.streams.keys import Keys
-from vla_stream.streams.presence import Presence, alive
+from vla_stream.streams.presence import Presence, alive, forget_ended
 
 
 def put(client: Client, keys: Keys, worker: str, **fields: str | int) -> None:
@@ -49,6 +52,23 @@ def test_a_worker_whose_process_ended_on_this_host_is_gone_before_its_hash_is(cl
     put(client, keys, "generator-2", host="another host", pid=ended)
     put(client, keys, "generator-3", host=here)
     assert [item.id for item in alive(client, keys)] == ["generator-0", "generator-2", "generator-3"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux's /proc")
+def test_a_killed_worker_that_nobody_reaps_is_gone_too_and_its_name_is_free_at_once(
+    client: Client, run_name: str
+) -> None:
+    keys = Keys(run_name)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        put(client, keys, "generator-0", host=socket.gethostname(), pid=process.pid)
+        put(client, keys, "generator-1", host=socket.gethostname(), pid=os.getpid())
+        forget_ended(client, keys)
+        assert [item.id for item in alive(client, keys)] == ["generator-0", "generator-1"]
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert [item.id for item in alive(client, keys)] == ["generator-1"]
+        forget_ended(client, keys)
+    assert client.exists(keys.worker("generator-0")) == 0 and client.exists(keys.worker("generator-1")) == 1
 
 
 def test_f27_a_strange_hash_is_shown_as_far_as_it_makes_sense() -> None:

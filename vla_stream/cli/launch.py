@@ -232,8 +232,9 @@ class Launch:
                 f"{first.id} on {first.host}); give another --run NAME, "
                 f"or end it with: vla-stream stop --run {self.config.name}"
             )
-        if others:
-            # Pools that outlived the launcher: they go on with the new trainer.
+        if self.resume:
+            # Killed in the middle: its segments and books are there, and pools that outlived it go on.
+            presence.forget_ended(self.client, self.keys)
             self.flow.adopt(self.config)
             self.flow.set_desired("running", by="vla-stream run --resume")
             self.display.tell(f"taking over run {self.config.name} with {len(others)} attached workers")

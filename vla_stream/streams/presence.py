@@ -5,10 +5,12 @@ A hash is also the claim to a name: its token tells who holds it. A supervisor c
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from vla_stream.broker.connection import Client
 from vla_stream.broker.scripts import CLAIM_WORKER, RELEASE_WORKER, Scripts
@@ -71,6 +73,9 @@ class Presence:
             return True
         except PermissionError:
             return False
+        # In a container whose first process reaps nobody, the killed stay as zombies.
+        with contextlib.suppress(OSError, IndexError):
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
         return False
 
 
@@ -87,20 +92,30 @@ def release(scripts: Scripts, keys: Keys, worker_id: str, token: str) -> None:
     scripts.call(RELEASE_WORKER, [keys.worker(worker_id)], [token])
 
 
+def forget_ended(client: Client, keys: Keys) -> None:
+    """Free the names of workers whose process has surely ended, without waiting for their TTL."""
+    for item in _all(client, keys):
+        if item.gone:
+            client.delete(keys.worker(item.id))
+
+
 def alive(client: Client, keys: Keys) -> list[Presence]:
     """All workers whose hash is there and whose process is not known to have ended, by role and number."""
+    return sorted((item for item in _all(client, keys) if not item.gone), key=_order)
+
+
+def _all(client: Client, keys: Keys) -> list[Presence]:
     names = sorted({bytes(name) for name in client.scan_iter(match=keys.workers_pattern, count=500)})
     prefix = len(keys.worker("").encode())
     with client.pipeline(transaction=False) as pipe:
         for name in names:
             pipe.hgetall(name)
         hashes = pipe.execute(raise_on_error=False) if names else []
-    found = [
+    return [
         Presence.from_hash(name[prefix:].decode(errors="replace"), raw)
         for name, raw in zip(names, hashes, strict=True)
         if raw and isinstance(raw, dict)  # not expired since the scan, and no key of another type
     ]
-    return sorted((item for item in found if not item.gone), key=_order)
 
 
 def _order(item: Presence) -> tuple[str, int, str]:
