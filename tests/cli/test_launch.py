@@ -111,7 +111,7 @@ def test_a_server_that_forgot_the_run_gets_it_back_as_it_was_seen_last(
         client.delete(*all_keys(client, keys))  # type: ignore[arg-type]
         state = launch.beat()
         assert state is not None and state == flow.state()
-        assert (state.update, state.version, state.first_version, state.epoch) == (12, 14, 3, 2)
+        assert (state.update, state.version, state.first_version) == (12, 14, 3) and state.epoch > 2
         assert state.next_ticket > 70 + 1000
         assert flow.specification() == specification
         assert flow.config() == config
