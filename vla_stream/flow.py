@@ -133,7 +133,8 @@ class Flow:
             state["shm_token"] = seen.shm_token
             state["next_ticket"] = seen.next_ticket + TICKETS_JUMPED
             counters = {**books.outcomes, "started": books.started, "given_up": books.given_up}
-            counters["lost_with_server"] += books.in_flight
+            # What was in flight, and also what a damaged key had lost before.
+            counters["lost_with_server"] += books.started - sum(books.outcomes.values())
         hold_ms = int(config.flow.lease_s * 1000) if last is not None else 0
         arguments = [config.model_dump_json(), hold_ms, len(counters), *_flat(counters), *_flat(state)]
         k = self.keys
@@ -317,6 +318,22 @@ class Flow:
             raise Expired(f"run {self.keys.run}: another trainer took over while this one started")
 
     # ---- people
+
+    def remove_strangers(self) -> list[str]:
+        """Remove keys of the run that hold another type than ours, as after somebody's SET; one sentence for each.
+
+        The streams are made again by those who use them. Where a set or a counter was lost the flow goes too, so that
+        it is made again as a whole (see `create`), and its books count what that cost.
+        """
+        types = self.keys.types
+        found = self._send(lambda pipe: [pipe.type(key) for key in types], transaction=False)
+        strange = {key: got.decode() for key, got in zip(types, found, strict=True) if got.decode() != "none"}
+        strange = {key: got for key, got in strange.items() if got != types[key]}
+        if any(types[key] != "stream" for key in strange):
+            self.client.unlink(self.keys.flow)
+        if strange:
+            self.client.unlink(*strange)
+        return [f"{key}: somebody wrote a {got}, expected our {types[key]}; removed" for key, got in strange.items()]
 
     def books(self) -> Books:
         """All counters, and what is in flight, read in one transaction."""

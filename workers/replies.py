@@ -10,9 +10,11 @@ import time
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 
-from vla_stream.broker.connection import OUT_OF_MEMORY, UNREACHABLE, Client
+from vla_stream.broker.complaints import not_stored, wrong_type
+from vla_stream.broker.connection import UNREACHABLE, Client, ResponseError
 from vla_stream.broker.queue import Entry
 from vla_stream.broker.tail import Tail
+from vla_stream.streams import notices
 from workers.worker import BLOCK_S
 
 STREAM_TTL_S = 300.0
@@ -35,6 +37,12 @@ class Replies:
             pipe.xgroup_destroy(self.stream, "opening")
             pipe.pexpire(self.stream, int(STREAM_TTL_S * 1000))
             pipe.execute()
+
+    def open_anew(self) -> None:
+        """Where somebody wrote another type to our key: what was asked meanwhile is asked again."""
+        with contextlib.suppress(*UNREACHABLE), notices.expendable():
+            self.client.delete(self.stream)
+            self.open()
 
     def read(self, block_ms: int | None) -> list[Entry]:
         """New replies. They are deleted at the next call: an error of the connection must not lose what was read."""
@@ -80,7 +88,11 @@ class ReplyThread:
             while True:
                 try:
                     replies = self._replies.read(int(BLOCK_S * 1000))
-                except (*UNREACHABLE, OUT_OF_MEMORY):
+                except (*UNREACHABLE, ResponseError) as exc:
+                    if isinstance(exc, ResponseError) and not not_stored(exc):
+                        raise
+                    if wrong_type(exc):
+                        self._replies.open_anew()
                     time.sleep(0.2)
                     continue
                 for reply in replies:

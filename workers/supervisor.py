@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from vla_stream.broker import lanes
-from vla_stream.broker.connection import OUT_OF_MEMORY, REDIS_ERRORS, UNREACHABLE, address, connect
+from vla_stream.broker.complaints import not_stored
+from vla_stream.broker.connection import REDIS_ERRORS, UNREACHABLE, ResponseError, address, connect
 from vla_stream.broker.server import MALLOC_ENVIRONMENT
 from vla_stream.errors import InputError
 from vla_stream.flow import Flow, FlowState
@@ -189,8 +190,9 @@ class Supervisor:
                 self.unreachable_since_s = now_s
                 what = f"Redis at {address(self._client)}: no answer ({exc}); workers wait for it"
                 told.append(Notice("redis", "supervisor", what))
-        except OUT_OF_MEMORY:
-            pass  # Events wait in `_unsent`; the workers say what they wait for.
+        except ResponseError as exc:
+            if not not_stored(exc):
+                raise  # Else events wait in `_unsent`; the workers say what they wait for.
         return told
 
     def drain(self, deadline_s: float) -> None:

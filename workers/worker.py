@@ -17,8 +17,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from vla_stream.broker.complaints import CUT_OFF, OOM, explain, refused, was_cut
-from vla_stream.broker.connection import OUT_OF_MEMORY, UNREACHABLE, Backoff, Client, address, check_server, connect
+from vla_stream.broker.complaints import CUT_OFF, OOM, explain, not_stored, refused, was_cut
+from vla_stream.broker.connection import (
+    OUT_OF_MEMORY,
+    UNREACHABLE,
+    Backoff,
+    Client,
+    ResponseError,
+    address,
+    check_server,
+    connect,
+)
 from vla_stream.broker.queue import Entry
 from vla_stream.config import Config
 from vla_stream.errors import Expired, Hopeless, InputError, RunFailed, VlaStreamError
@@ -120,13 +129,13 @@ class Worker:
 
     def emit(self, kind: str, sample: dict[str, float]) -> None:
         """One entry of the `metrics` stream."""
-        with contextlib.suppress(OUT_OF_MEMORY):
+        with notices.expendable():
             notices.sample(self.client, self.keys, self.id, self.role, kind, sample)
 
     def say(self, kind: str, sentence: str) -> None:
         """An event for people, also in this worker's log."""
         print(f"{time.strftime('%H:%M:%S')} {self.id} {kind}: {sentence}", file=sys.stderr, flush=True)
-        with contextlib.suppress(*UNREACHABLE, OUT_OF_MEMORY):
+        with contextlib.suppress(*UNREACHABLE), notices.expendable():
             try:
                 notices.say(self.client, self.keys, self.id, kind, sentence)
             except OUT_OF_MEMORY:
@@ -135,7 +144,7 @@ class Worker:
     def bury(self, stream: str, entry: Entry, reason: str) -> None:
         """An entry nobody can use goes to `dead-letters`; that must not kill its reader (F16)."""
         self.meter.count("dead_letters")
-        with contextlib.suppress(OUT_OF_MEMORY):
+        with notices.expendable():
             notices.dead_letter(self.client, self.keys, self.id, stream, entry, reason)
 
     def release(self) -> None:
@@ -158,8 +167,8 @@ class Worker:
                 if recover is not None and backoff.failures:
                     recover()
                 return call()
-            except (*UNREACHABLE, OUT_OF_MEMORY) as exc:
-                if refused(exc):
+            except (*UNREACHABLE, ResponseError) as exc:
+                if refused(exc) or not (isinstance(exc, UNREACHABLE) or not_stored(exc)):
                     raise
                 self._name_the_wait(exc, backoff.failures)
                 if self.parent is not None and orphaned(self.parent):
@@ -189,7 +198,7 @@ class Worker:
         # What waits may be the main loop itself: it lives, and its hash must not expire.
         if now_s >= self._next_beat_s:
             self._next_beat_s = now_s + BEAT_S
-            with contextlib.suppress(*UNREACHABLE, OUT_OF_MEMORY):
+            with contextlib.suppress(*UNREACHABLE), notices.expendable():
                 self._write_hash()
 
     def _write_hash(self) -> bool:

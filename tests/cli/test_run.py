@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from vla_stream.broker.connection import UNREACHABLE, Client, connect
+from vla_stream.broker.connection import UNREACHABLE, Client, ResponseError, connect
 from vla_stream.cli import samples
 from vla_stream.flow import Flow, FlowState
 from vla_stream.streams import presence
@@ -197,6 +197,43 @@ def test_a_run_killed_at_once_with_all_its_workers_is_resumed_with_other_worker_
     records = samples.load(shell.folder / "runs" / run_name / "metrics.jsonl")
     final = next(record for record in reversed(records) if record["kind"] == "books")
     assert final["balance"] == 0 and final["started"] > books.started
+
+
+@pytest.mark.timeout(300)
+def test_f27_a_key_of_another_type_in_place_of_any_of_ours_costs_what_it_held_and_not_the_run(
+    shell: Shell, run_name: str, redis_url: str, client: Client
+) -> None:
+    flow, keys = Flow(client, Keys(run_name)), Keys(run_name)
+    settings = ["--set", "flow.lease_s=1", "--set", "flow.reply_deadline_s=1", "--set", "evaluation.episodes=0"]
+    where = ["--run", run_name, "--redis", redis_url]
+    process = shell.start("run", "mini.yaml", *where, "--updates", "100000", *settings)
+
+    def update() -> int:
+        try:
+            state = flow.state()
+        except ResponseError:
+            return 0  # it is the flow itself that was overwritten
+        return 0 if state is None else state.update
+
+    wait_for(lambda: update() >= 2, "two updates")
+    before = {worker.id: worker.pid for worker in presence.alive(client, keys)}
+    for key in [*keys.types, keys.actions("simulator-0"), keys.worker("trainer-0")]:
+        start = update()
+        client.delete(key)
+        if keys.types.get(key) == "string":
+            client.rpush(key, "x")
+        else:
+            client.set(key, "x")
+        expected = keys.types.get(key, "stream" if "actions" in key else "hash").encode()
+        wait_for(lambda: client.type(key) in (expected, b"none"), f"no stranger at {key}")  # noqa: B023
+        wait_for(lambda: update() > start + 1, f"updates after {key} was overwritten")  # noqa: B023
+    assert {worker.id: worker.pid for worker in presence.alive(client, keys)} == before, "nobody was restarted"
+    process.send_signal(signal.SIGINT)
+    shown, _ = process.communicate(timeout=60)
+    assert f"{keys.weights}: somebody wrote a string, expected our stream; removed" in shown
+    books = next(r for r in reversed(samples.load(shell.folder / "runs" / run_name / "metrics.jsonl"))
+                 if r["kind"] == "books")  # fmt: skip
+    assert books["balance"] == 0, books
 
 
 def events(client: Client, keys: Keys) -> list[Any]:

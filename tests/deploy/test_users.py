@@ -223,7 +223,7 @@ FORBIDDEN = {
         "DEL vla:{r}:flow",
         "XADD vla:{r}:control * desired stopped",
     ),
-    "launcher": ("TYPE vla:{r}:flow", "RENAME vla:{r}:flow vla:{r}:lost", "XTRIM vla:{r}:trajectories MAXLEN 0"),
+    "launcher": ("EXPIRE vla:{r}:flow 1", "RENAME vla:{r}:flow vla:{r}:lost", "XTRIM vla:{r}:trajectories MAXLEN 0"),
     "viewer": (
         "XADD vla:{r}:events * text lies",
         "HSET vla:{r}:flow desired stopped",

@@ -24,10 +24,12 @@ __all__ = [
     "PLAIN_PORT",
     "PROBE_TIMEOUT_S",
     "explain",
+    "not_stored",
     "plain_greeting",
     "refused",
     "was_cut",
     "without_secrets",
+    "wrong_type",
 ]
 
 PROBE_TIMEOUT_S = 1.0
@@ -57,6 +59,16 @@ def refused(exc: BaseException) -> bool:
     return isinstance(exc, NoPermissionError | AuthenticationError) or (
         isinstance(exc, ResponseError) and _acl_in_script(str(exc))
     )
+
+
+def wrong_type(exc: BaseException) -> bool:
+    """Whether a key holds another type than ours, as after somebody's SET: it helps to wait until it is removed."""
+    return isinstance(exc, ResponseError) and "WRONGTYPE" in str(exc)
+
+
+def not_stored(exc: BaseException) -> bool:
+    """Whether the server is there but does not take what we write: its memory is full, or see `wrong_type`."""
+    return isinstance(exc, OutOfMemoryError) or wrong_type(exc)
 
 
 def was_cut(exc: BaseException) -> bool:

@@ -105,6 +105,8 @@ CLAIM_WORKER = Script(
     "claim_worker",
     """
 -- KEYS worker | ARGV token ttl_ms field value… ; takes or keeps the name; 0 when another token holds it.
+local kind = redis.call('TYPE', KEYS[1])['ok']
+if kind ~= 'hash' and kind ~= 'none' then redis.call('DEL', KEYS[1]) end  -- somebody's SET is no claim
 local holder = redis.call('HGET', KEYS[1], 'token')
 if holder and holder ~= ARGV[1] then return 0 end
 redis.call('HSET', KEYS[1], 'token', ARGV[1], unpack(ARGV, 3))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-from vla_stream.broker.connection import OUT_OF_MEMORY, REDIS_ERRORS, UNREACHABLE, Client, check_server, connect
+from vla_stream.broker.connection import REDIS_ERRORS, UNREACHABLE, Client, check_server, connect
 from vla_stream.broker.server import EmbeddedServer
 from vla_stream.broker.tail import Tail
 from vla_stream.cli.display import Display
@@ -24,7 +24,7 @@ from vla_stream.config import Config
 from vla_stream.environments.protocol import Specification
 from vla_stream.errors import InputError, RunFailed
 from vla_stream.flow import Desired, Flow, FlowState, LastSeen
-from vla_stream.streams import presence
+from vla_stream.streams import notices, presence
 from vla_stream.streams.keys import Keys
 from vla_stream.streams.notices import one_line
 from workers.janitor import Janitor
@@ -79,7 +79,7 @@ class Launch:
         self.metrics = MetricsFile(self.client, self.keys, self.run_dir / METRICS_FILE, display.tell)
         self._told: deque[str] = deque(maxlen=200)
         self._event_times: dict[str, float] = {}
-        self._next_beat_s = self._next_look_s = 0.0
+        self._next_beat_s = self._next_look_s = self._next_types_s = 0.0
         self._last: LastSeen | None = None
         self._specification: Specification | None = None
         self._claimed = False
@@ -175,7 +175,8 @@ class Launch:
             self.display.tell("the embedded Redis server died; a new one takes its place")
             self.server.restart()
         state = None
-        with contextlib.suppress(*UNREACHABLE, OUT_OF_MEMORY):
+        with contextlib.suppress(*UNREACHABLE), notices.expendable():
+            self._remove_strangers()
             state = self.flow.state()
             if state is None:
                 state = self._create_anew()
@@ -185,6 +186,13 @@ class Launch:
             self._read(state)
         self.display.show(self.progress)
         return state
+
+    def _remove_strangers(self) -> None:
+        if time.monotonic() >= self._next_types_s:
+            self._next_types_s = time.monotonic() + BEAT_S
+            for sentence in self.flow.remove_strangers():
+                self.display.tell(sentence)
+                notices.say(self.client, self.keys, LAUNCHER, "removed", sentence)
 
     def _create_anew(self) -> FlowState | None:
         """The server was restarted or flushed: the segments it held are lost, workers and checkpoints are not."""
@@ -209,7 +217,7 @@ class Launch:
             self.metrics.write([{**record, **books.outcomes, "balance": books.balance}])
 
     def desire(self, desired: Desired) -> None:
-        with contextlib.suppress(*UNREACHABLE, OUT_OF_MEMORY):
+        with contextlib.suppress(*UNREACHABLE), notices.expendable():
             self.flow.set_desired(desired, by="vla-stream run")
 
     def idle(self) -> bool:

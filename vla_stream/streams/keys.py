@@ -117,6 +117,17 @@ class Keys:
         return self._key("*").replace("[", "\\[")
 
     @property
+    def types(self) -> dict[str, str]:
+        """Redis's type of each key that a run has once."""
+        streams = (self.obs_requests, self.trajectories, self.weights, self.control, self.events, self.metrics)
+        return {
+            **dict.fromkeys((*streams, self.dead_letters), "stream"),
+            **dict.fromkeys((self.permits, self.published, self.kept, self.refunded), "zset"),
+            **dict.fromkeys((self.entries, self.books, self.flow), "hash"),
+            self.config: "string",
+        }
+
+    @property
     def config(self) -> str:
         """String: the resolved config as JSON, for workers that attach."""
         return self._key("config")

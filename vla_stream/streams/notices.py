@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from vla_stream.broker.connection import Client
+from vla_stream.broker.complaints import not_stored
+from vla_stream.broker.connection import Client, ResponseError
 from vla_stream.broker.queue import Entry
 from vla_stream.broker.scripts import ADD_EVENT, Scripts
 from vla_stream.streams.keys import Keys
@@ -21,6 +23,17 @@ def one_line(text: str | bytes) -> str:
     """What anybody may have written, safe to print: no line ends, no terminal commands, not endless."""
     whole = text.decode(errors="replace") if isinstance(text, bytes) else text
     return " ".join("".join(c if c.isprintable() else " " for c in whole[: 2 * TEXT_KEPT]).split())[:TEXT_KEPT]
+
+
+@contextlib.contextmanager
+def expendable() -> Iterator[None]:
+    """What is written in here may be lost: on a full server, or where the stream's key holds somebody's string, the
+    words of a worker must not end it."""
+    try:
+        yield
+    except ResponseError as exc:
+        if not not_stored(exc):
+            raise
 
 
 def say(client: Client, keys: Keys, worker: str, kind: str, sentence: str) -> None:
