@@ -33,6 +33,7 @@ FINISH_S = 600.0
 EVERY_S = (4.0, 9.0)
 KILLS_PER_MINUTE = 2  # of one role: a role that dies more often counts as failed, and the run ends (F42)
 FREEZE_S = (1.0, 8.0)
+GROWTH, GROWTH_MB = 1.1, 20.0  # of a role's median resident memory, from the first third to the last
 
 
 @dataclass
@@ -52,15 +53,19 @@ class Target:
 
     def __init__(self, name: str, runs: Path, random_source: random.Random) -> None:
         self.keys, self.folder, self.random = Keys(name), runs / name, random_source
+        self.sockets: set[Path] = set()
         self._frozen: dict[int, float] = {}
         self._kills: dict[str, list[float]] = {}
 
     def client(self) -> Client:
-        return connect((self.folder / "redis.url").read_text().strip(), name="chaos", margin_s=2.0)
+        url = (self.folder / "redis.url").read_text().strip()
+        self.sockets.add(Path(url.removeprefix("unix://")))
+        return connect(url, name="chaos", margin_s=2.0)
 
     def act(self, harm: Harm) -> None:
         """One random deed."""
-        deeds: list[Callable[[Harm], None]] = [self._kill, self._kill, self._freeze, self._server, self._poison]
+        deeds: list[Callable[[Harm], None]] = [self._kill, self._kill, self._freeze, self._server]
+        deeds += [self._poison, self._poison, self._damage]
         with contextlib.suppress(*REDIS_ERRORS, ProcessLookupError, FileNotFoundError):
             self.random.choice(deeds)(harm)
 
@@ -113,6 +118,23 @@ class Target:
             self._frozen[pid] = time.monotonic() + self.random.uniform(*FREEZE_S)
             harm.count("freeze server")
 
+    def _damage(self, harm: Harm) -> None:
+        """What a person with redis-cli may do to a run by mistake."""
+        with contextlib.closing(self.client()) as client:
+            key, kind = self.random.choice(sorted(self.keys.types.items()))
+            deed = self.random.choice(["FLUSHALL", "delete a stream", "overwrite a key"])
+            if deed == "FLUSHALL":
+                client.flushall()
+            elif deed == "delete a stream":
+                client.delete(self.random.choice([self.keys.obs_requests, self.keys.trajectories, self.keys.weights]))
+            else:
+                client.delete(key)
+                if kind == "string":
+                    client.rpush(key, "x")
+                else:
+                    client.set(key, "x")
+        harm.count(deed)
+
     def _poison(self, harm: Harm) -> None:
         with contextlib.closing(self.client()) as client:
             streams = [
@@ -158,7 +180,7 @@ def the_run(name: str, runs: Path, updates: int, settings: tuple[str, ...]) -> I
                 process.wait(60)
 
 
-def verdicts(name: str, folder: Path, updates: int, order: str) -> dict[str, bool]:
+def verdicts(name: str, folder: Path, updates: int, order: str, sockets: set[Path]) -> dict[str, bool]:
     """What must hold after the run; prints what was found."""
     records = load(folder / "metrics.jsonl")
     steps = [record for record in records if record.get("kind") == "update"]
@@ -176,14 +198,15 @@ def verdicts(name: str, folder: Path, updates: int, order: str) -> dict[str, boo
     click.echo(f"books: {books}")
     click.echo(f"staleness: at most {worst:g}, {100 * above:.1f} % of the segments above η = 1")
     left = [str(path) for path in Path("/dev/shm").glob(f"vla-stream-*-{name}-*")]
+    left += [str(path.parent) for path in sockets if path.parent.exists()]
     processes = [line for line in _command_lines() if re.search(rf"\b{name}\b", line) and "chaos.py" not in line]
-    click.echo(f"left in /dev/shm: {left or 'nothing'}; left processes: {processes or 'none'}")
+    click.echo(f"left in /dev/shm and of sockets: {left or 'nothing'}; left processes: {processes or 'none'}")
     return {
         f"the run ended with update {updates}": max(lineage, default=0) == updates,
         "the books balance": books.get("balance") == 0,
         "no ticket was trained twice in the surviving lineage": len(tickets) == len(set(tickets)),
         f"no segment staler than {limit}": worst <= limit,
-        "no file in /dev/shm, no process is left": not left and not processes,
+        "no file in /dev/shm, no socket, no process is left": not left and not processes,
     }
 
 
@@ -223,13 +246,16 @@ def main(minutes: float, seed: int, order: str, runs: Path) -> None:
             process.wait(FINISH_S)
         code = process.poll()
     click.echo(f"the run's exit code is {code}; done to it: {harm.done}")
+    flat = True
     for role in ("server", "trainer-0", "generator-0", "simulator-0"):
         series = [sample[role] for sample in harm.memory_mb if sample.get(role)]
         if series:
             third = max(1, len(series) // 3)
             early, late = sorted(series[:third])[third // 2], sorted(series[-third:])[third // 2]
+            flat &= late <= early * GROWTH + GROWTH_MB
             click.echo(f"memory of {role}: median {early:.0f} MB in the first third, {late:.0f} MB in the last")
-    results = {"the run's exit code is 0": code == 0, **verdicts(name, target.folder, updates, order)}
+    results = {"the run's exit code is 0": code == 0, **verdicts(name, target.folder, updates, order, target.sockets)}
+    results["memory is flat"] = flat
     for what, holds in results.items():
         click.echo(f"{'ok  ' if holds else 'FAIL'} {what}")
     sys.exit(0 if all(results.values()) else 1)

@@ -417,11 +417,31 @@ def test_f14_a_request_is_redelivered_when_the_generator_dies_before_ack(make: M
     assert np.array_equal(first.act.actions, second.act.actions)
 
 
-def start(run: Run) -> subprocess.Popen[bytes]:
+def start(run: Run, worker: str = "generator-7") -> subprocess.Popen[bytes]:
     """A generator process."""
     run.flow.announce(SPECIFICATION)
     environment = {**os.environ, "VLA_STREAM_TOKEN": "t", "VLA_STREAM_REDIS": run.url}
-    return subprocess.Popen([sys.executable, "-m", "workers.generator", run.name, "generator-7"], env=environment)
+    return subprocess.Popen([sys.executable, "-m", "workers.generator", run.name, worker], env=environment)
+
+
+def test_f14_requests_that_wait_while_the_only_generator_is_killed_are_all_served_by_one_attached_later(
+    make: Make, run: Run, tmp_path: Path
+) -> None:
+    hang = tmp_path / "hang"
+    hang.touch()
+    policy = {"name": "fake_policies:Linear", "chunk": H, "options": {"hang_once": str(hang)}}
+    bench = make(policy=policy, flow__lease_s=0.5)
+    sent = {bench.request(ticket) for ticket in range(1, 101)}
+    with start(run) as only:
+        bench.until(lambda: not hang.exists())  # it sits in its first batch, and has read the next
+        assert bench.waiting() == 100 and _pending(bench) > 0
+        only.kill()
+    with start(run, "generator-8") as later:
+        bench.until(lambda: len(bench.replies()) >= 100 and not bench.waiting())
+        later.terminate()
+    replies = bench.replies()
+    assert {str(reply.id) for reply in replies} == sent and len(replies) == 100
+    assert all(reply.act is not None for reply in replies) and _pending(bench) == 0
 
 
 def test_f14_a_generator_whose_device_hangs_ends_and_its_request_goes_to_another(

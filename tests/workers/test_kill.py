@@ -108,6 +108,19 @@ def test_a_killed_worker_is_restarted_and_the_run_ends_with_all_its_updates(
         assert outcomes["rolled_back"] == 0
 
 
+def test_the_tickets_of_a_killed_simulator_are_given_out_again_within_two_leases(whole: Callable[..., Whole]) -> None:
+    bench = whole(updates=400)
+    permits = bench.run.keys.permits
+    bench.until(lambda: bench.update() >= 2 and bench.run.flow.permits() == 4)
+    bench.kill("simulator-0")
+    killed_s, held = time.monotonic(), set(bench.run.client.zrange(permits, 0, -1))
+    bench.until(lambda: not held & set(bench.run.client.zrange(permits, 0, -1)))
+    assert time.monotonic() - killed_s < 2 * LEASE_S
+    outcomes = bench.run.flow.books().outcomes
+    assert outcomes["expired"] > 0 and bench.run.flow.books().balance == 0
+    bench.until(lambda: bench.run.client.zcard(bench.run.keys.refunded) == 0)
+
+
 def test_a_killed_environment_process_costs_its_own_segments_only(whole: Callable[..., Whole]) -> None:
     bench = whole()
     bench.until(lambda: bench.update() >= 4)
