@@ -191,6 +191,7 @@ class Launch:
         if time.monotonic() >= self._next_types_s:
             self._next_types_s = time.monotonic() + BEAT_S
             for sentence in self.flow.remove_strangers():
+                self._told.append(sentence)
                 self.display.tell(sentence)
                 notices.say(self.client, self.keys, LAUNCHER, "removed", sentence)
 
