@@ -250,7 +250,7 @@ def test_a_whole_batch_gets_all_its_permits_or_none(flow: Flow) -> None:
 # ---- leases and refunds
 
 
-def test_a_lease_runs_out_by_the_servers_clock_and_its_ticket_is_given_out_again(flow: Flow) -> None:
+def test_f35_a_lease_runs_out_by_the_servers_clock_and_its_ticket_is_given_out_again(flow: Flow) -> None:
     granted = flow.grant(1, lease_s=0.002)
     assert isinstance(granted, list)
     deadline = time.monotonic() + 10.0

@@ -89,14 +89,14 @@ def port_that(answer: Callable[[socket.socket], None]) -> Iterator[int]:
 # --- one connection, binary, no silent retries ---
 
 
-def test_payloads_come_back_as_the_same_bytes(client: Client, run_name: str) -> None:
+def test_f07_payloads_come_back_as_the_same_bytes(client: Client, run_name: str) -> None:
     payload = bytes(range(256)) * 4
     client.xadd(f"vla:{{{run_name}}}:x", {"data": payload})
     [(_, fields)] = client.xrange(f"vla:{{{run_name}}}:x")
     assert fields == {b"data": payload}
 
 
-def test_all_commands_and_pipelines_of_a_client_share_one_connection(client: Client) -> None:
+def test_f01_all_commands_and_pipelines_of_a_client_share_one_connection(client: Client) -> None:
     number = client.client_id()
     with client.pipeline() as pipeline:
         assert pipeline.client_id().client_id().execute() == [number, number]
@@ -121,7 +121,7 @@ def test_name_is_shown_in_the_client_list_with_odd_characters_replaced(redis_url
         assert client.client_getname() in {"sim_0__", b"sim_0__"}
 
 
-def test_a_blocking_read_may_last_as_long_as_was_announced(redis_url: str, run_name: str) -> None:
+def test_f01_a_blocking_read_may_last_as_long_as_was_announced(redis_url: str, run_name: str) -> None:
     key = f"vla:{{{run_name}}}:x"
     with contextlib.closing(connect(redis_url, name="test", block_s=1.0, margin_s=0.5)) as client:
         started = time.monotonic()
@@ -131,7 +131,7 @@ def test_a_blocking_read_may_last_as_long_as_was_announced(redis_url: str, run_n
             client.xread({key: "$"}, block=10_000)
 
 
-def test_a_lost_reply_is_reported_and_the_command_never_sent_again() -> None:
+def test_f02_a_lost_reply_is_reported_and_the_command_never_sent_again() -> None:
     received: list[bytes] = []
 
     def lose_replies_to_xadd(connection: socket.socket) -> None:
@@ -160,7 +160,7 @@ def test_a_broken_connection_is_made_anew_at_the_next_command(redis_url: str, cl
         assert victim.client_getname() in {"test", b"test"}
 
 
-def test_a_full_server_raises_out_of_memory(guarded: EmbeddedServer, admin: Client, run_name: str) -> None:
+def test_f23_a_full_server_raises_out_of_memory(guarded: EmbeddedServer, admin: Client, run_name: str) -> None:
     with contextlib.closing(connect(guarded.url, name="test")) as client:
         admin.config_set("maxmemory", 1)
         try:
@@ -179,7 +179,9 @@ def test_a_fit_server_passes_and_tells_its_version(client: Client) -> None:
     assert version is not None and version >= (7, 0, 0)
 
 
-def test_an_evicting_server_is_refused_with_the_command_that_repairs_it(guarded: EmbeddedServer, admin: Client) -> None:
+def test_f22_an_evicting_server_is_refused_with_the_command_that_repairs_it(
+    guarded: EmbeddedServer, admin: Client
+) -> None:
     admin.config_set("maxmemory-policy", "allkeys-lru")
     try:
         message = complaint(guarded.url)
@@ -189,7 +191,7 @@ def test_an_evicting_server_is_refused_with_the_command_that_repairs_it(guarded:
 
 
 @pytest.mark.parametrize("forbidden", ["-config", "-info", "-client", "-hello", "-config -info -client -hello"])
-def test_a_user_without_administrative_commands_is_served_all_the_same(
+def test_f33_a_user_without_administrative_commands_is_served_all_the_same(
     guarded: EmbeddedServer, admin: Client, forbidden: str
 ) -> None:
     rules = ["reset", "on", f">{PASSWORD}", "~vla:*", "+@all", *forbidden.split()]
@@ -200,7 +202,9 @@ def test_a_user_without_administrative_commands_is_served_all_the_same(
         client.delete("vla:{acl}:x")
 
 
-def test_an_evicting_server_is_found_by_info_when_config_is_forbidden(guarded: EmbeddedServer, admin: Client) -> None:
+def test_f22_an_evicting_server_is_found_by_info_when_config_is_forbidden(
+    guarded: EmbeddedServer, admin: Client
+) -> None:
     admin.execute_command("ACL", "SETUSER", "limited", "reset", "on", f">{PASSWORD}", "~*", "+@all", "-config")
     admin.config_set("maxmemory-policy", "volatile-ttl")
     try:
@@ -224,20 +228,20 @@ def test_an_old_server_is_refused_with_both_versions() -> None:
 # --- errors for people, one line each ---
 
 
-def test_wrong_password(guarded: EmbeddedServer) -> None:
+def test_f09_wrong_password(guarded: EmbeddedServer) -> None:
     assert "wrong user name or password" in complaint(f"redis://:{PASSWORD}@{place_of(guarded)}")
     assert "wrong user name or password" in complaint(f"redis://nobody:{PASSWORD}@{place_of(guarded)}")
 
 
-def test_missing_password(guarded: EmbeddedServer) -> None:
+def test_f09_missing_password(guarded: EmbeddedServer) -> None:
     assert "asks for a password and got none" in complaint(f"redis://{place_of(guarded)}")
 
 
-def test_password_for_a_server_that_has_none(redis_url: str) -> None:
+def test_f09_password_for_a_server_that_has_none(redis_url: str) -> None:
     assert "has no password" in complaint(redis_url.replace("unix://", f"unix://:{PASSWORD}@"))
 
 
-def test_command_that_the_acl_forbids(guarded: EmbeddedServer, admin: Client) -> None:
+def test_f33_command_that_the_acl_forbids(guarded: EmbeddedServer, admin: Client) -> None:
     admin.execute_command("ACL", "SETUSER", "reader", "reset", "on", f">{PASSWORD}", "~vla:*", "+@read", "+ping")
     url = f"redis://reader:{PASSWORD}@{place_of(guarded)}"
     with contextlib.closing(connect(url, name="test")) as client:
@@ -250,7 +254,7 @@ def test_command_that_the_acl_forbids(guarded: EmbeddedServer, admin: Client) ->
     assert PASSWORD not in str(explain(command.value, url))
 
 
-def test_protected_mode() -> None:
+def test_f09_protected_mode() -> None:
     def refuse(connection: socket.socket) -> None:
         connection.sendall(b"-DENIED Redis is running in protected mode because protected mode is enabled\r\n")
 
@@ -266,11 +270,11 @@ def test_too_many_clients(guarded: EmbeddedServer, admin: Client) -> None:
         admin.config_set("maxclients", 10000)
 
 
-def test_tls_to_a_plain_port(guarded: EmbeddedServer) -> None:
+def test_f09_tls_to_a_plain_port(guarded: EmbeddedServer) -> None:
     assert "use redis://" in complaint(f"rediss://:{PASSWORD}@{place_of(guarded)}")
 
 
-def test_plain_to_a_tls_port_and_an_untrusted_certificate(tmp_path: Path) -> None:
+def test_f09_plain_to_a_tls_port_and_an_untrusted_certificate(tmp_path: Path) -> None:
     certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost"]
     subprocess.run([*command, "-keyout", key, "-out", certificate], check=True, capture_output=True)
@@ -303,14 +307,14 @@ def test_silent_port() -> None:
         assert "no answer in time" in complaint(f"redis://127.0.0.1:{listener.getsockname()[1]}")
 
 
-def test_closed_port() -> None:
+def test_f09_closed_port() -> None:
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))  # Bound but not listening: refused for certain.
         message = complaint(f"redis://:{PASSWORD}@127.0.0.1:{reserved.getsockname()[1]}")
     assert "nothing listens there" in message and "127.0.0.1" in message
 
 
-def test_unknown_host() -> None:
+def test_f09_unknown_host() -> None:
     assert "does not resolve" in complaint("redis://no-such-host.invalid:6379/0")
 
 
@@ -326,7 +330,7 @@ def test_database_number_out_of_range(guarded: EmbeddedServer) -> None:
 
 
 @pytest.mark.parametrize("url", ["localhost:6379", "http://localhost", "rdis://:pw@localhost", ""])
-def test_wrong_scheme_names_the_right_ones(url: str) -> None:
+def test_f09_wrong_scheme_names_the_right_ones(url: str) -> None:
     with pytest.raises(InputError, match=r"expected redis:// or rediss://.*unix://") as caught:
         connect(url, name="test")
     assert "pw" not in str(caught.value)
@@ -364,7 +368,7 @@ def test_explanations_show_the_url_without_the_password(url: str, shown: str) ->
     assert "pw" not in message.replace("odd: pw", "") and "p@w" not in message
 
 
-def test_unknown_errors_keep_their_text_but_not_the_password() -> None:
+def test_f08_unknown_errors_keep_their_text_but_not_the_password() -> None:
     message = str(explain(redis.RedisError(f"cannot do\n {PASSWORD} things"), f"redis://:{PASSWORD}@host"))
     assert "RedisError: cannot do *** things" in message
 
@@ -378,7 +382,7 @@ def test_address_is_the_url_without_secrets(redis_url: str, client: Client, guar
 # --- time ---
 
 
-def test_server_clock_follows_the_servers_time(client: Client) -> None:
+def test_f35_server_clock_follows_the_servers_time(client: Client) -> None:
     clock = ServerClock(client)
     for _ in range(3):
         before = clock.now_ms()
@@ -387,7 +391,7 @@ def test_server_clock_follows_the_servers_time(client: Client) -> None:
         assert before - 20 <= seconds * 1000 + microseconds / 1000 <= after + 20
 
 
-def test_server_clock_ignores_the_hosts_wall_clock(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_f35_server_clock_ignores_the_hosts_wall_clock(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     true_ms = ServerClock(client).now_ms()
     monkeypatch.setattr(time, "time", lambda: 0.0)
     assert abs(ServerClock(client).now_ms() - true_ms) < 5_000
@@ -412,7 +416,7 @@ def test_server_clock_asks_again_after_ten_seconds_only(client: Client, monkeypa
     assert clock.now_ms() == pytest.approx(5_000_250) and asked == 2 * first
 
 
-def test_age_of_an_entry_is_read_from_its_id(client: Client, run_name: str) -> None:
+def test_f35_age_of_an_entry_is_read_from_its_id(client: Client, run_name: str) -> None:
     clock = ServerClock(client)
     entry = client.xadd(f"vla:{{{run_name}}}:x", {"a": b"1"})
     assert 0 <= clock.age_ms(entry) < 5_000

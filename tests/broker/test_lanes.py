@@ -99,7 +99,7 @@ def test_a_ticket_number_given_out_again_by_a_flushed_server_gets_another_segmen
     assert segment_name(5, 1) != segment_name(5, 1)
 
 
-def test_bytes_that_were_replaced_do_not_pass_for_the_referenced_ones(lane: Either, reader: PayloadReader) -> None:
+def test_f27_bytes_that_were_replaced_do_not_pass_for_the_referenced_ones(lane: Either, reader: PayloadReader) -> None:
     segment = segment_name(1, 1)
     reference = lane.write(segment, 0, DATA[0])
     if isinstance(lane, ShmLane):

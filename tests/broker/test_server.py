@@ -69,7 +69,7 @@ def test_server_answers_and_never_evicts_nor_writes_to_disk(tmp_path: Path, tcp:
 
 
 @pytest.mark.parametrize("tcp", [False, True])
-def test_stop_leaves_no_process_and_no_folder_and_may_be_called_twice(tmp_path: Path, tcp: bool) -> None:
+def test_f49_stop_leaves_no_process_and_no_folder_and_may_be_called_twice(tmp_path: Path, tcp: bool) -> None:
     server = EmbeddedServer.start(tmp_path, tcp=tcp)
     pid, folder = server.pid, private_folder(server)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -81,7 +81,7 @@ def test_stop_leaves_no_process_and_no_folder_and_may_be_called_twice(tmp_path: 
 
 
 @pytest.mark.parametrize("tcp", [False, True])
-def test_kill_9_of_the_parent_leaves_no_process_and_no_folder(tmp_path: Path, tcp: bool) -> None:
+def test_f49_kill_9_of_the_parent_leaves_no_process_and_no_folder(tmp_path: Path, tcp: bool) -> None:
     program = f"""
 import sys, time
 from pathlib import Path
@@ -104,7 +104,7 @@ time.sleep(600)
     wait_until(lambda: not Path(folder).exists(), "the folder's removal")
 
 
-def test_ctrl_c_in_the_terminal_does_not_reach_the_server(tmp_path: Path) -> None:
+def test_f49_ctrl_c_in_the_terminal_does_not_reach_the_server(tmp_path: Path) -> None:
     with EmbeddedServer.start(tmp_path) as server:
         assert os.getsid(server.pid) != os.getsid(0)
 

@@ -73,7 +73,7 @@ def test_nothing_to_resume_is_an_error(config: Config) -> None:
         began(config, name="never", resume=True)
 
 
-def test_a_folder_in_use_is_refused_until_its_launcher_ends(config: Config) -> None:
+def test_f50_a_folder_in_use_is_refused_until_its_launcher_ends(config: Config) -> None:
     first = RunFolder.open(config, name="mine", resume=False)
     with pytest.raises(InputError, match="in use by another"):
         began(config, name="mine", resume=True)

@@ -56,7 +56,7 @@ def test_rows_that_are_not_active_are_not_stepped_and_report_nothing() -> None:
     assert result.rewards.tolist() == [0.0, 0.0, 0.0] and result.terminated.tolist() == [False, True, False]
 
 
-def test_a_truncated_row_shows_its_observation_before_the_reset() -> None:
+def test_f52_a_truncated_row_shows_its_observation_before_the_reset() -> None:
     line = make_line(max_steps=3, distances=(5.0, 0.5, 5.0))
     result = run_chunk(line, full_steps(), np.array([True, True, False]), ALL, SEEDS)
     assert result.truncated.tolist() == [True, False, False] and result.terminated.tolist() == [False, True, False]

@@ -56,7 +56,7 @@ def test_there_is_no_newest_checkpoint_before_the_first(tmp_path: Path) -> None:
     assert checkpoint.newest(tmp_path / "never made") == (None, [])
 
 
-def test_a_write_that_a_crash_cut_short_is_invisible_and_swept_later(
+def test_f47_a_write_that_a_crash_cut_short_is_invisible_and_swept_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, 20)
@@ -80,7 +80,7 @@ def test_a_write_that_a_crash_cut_short_is_invisible_and_swept_later(
     assert names(tmp_path) == ["000020"]
 
 
-def test_files_and_folders_are_durable_before_and_after_the_rename(
+def test_f47_files_and_folders_are_durable_before_and_after_the_rename(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
@@ -103,7 +103,7 @@ def test_files_and_folders_are_durable_before_and_after_the_rename(
 
 @pytest.mark.parametrize("name", ["policy.safetensors", "optimiser.safetensors", "meta.json"])
 @pytest.mark.parametrize("damage", ["missing", "cut short", "one byte changed"])
-def test_a_damaged_newest_checkpoint_is_skipped_with_a_warning(tmp_path: Path, name: str, damage: str) -> None:
+def test_f47_a_damaged_newest_checkpoint_is_skipped_with_a_warning(tmp_path: Path, name: str, damage: str) -> None:
     save(tmp_path, 20)
     file = save(tmp_path, 40) / name
     data = file.read_bytes()
@@ -139,7 +139,7 @@ def test_saving_an_update_again_replaces_it_and_leaves_nothing_else(tmp_path: Pa
     assert checkpoint.load(tmp_path / "000020").version == 31
 
 
-def test_a_full_disk_raises_oserror_and_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
+def test_f47_a_full_disk_raises_oserror_and_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
     save(tmp_path, 20)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))

@@ -237,7 +237,7 @@ def test_each_group_has_its_own_learning_rate() -> None:
 
 
 @pytest.mark.parametrize(("name", "reason"), [("rewards", "return"), ("logprobs", "behaviour log-prob")])
-def test_a_segment_with_nan_is_named_and_nothing_is_trained(name: str, reason: str) -> None:
+def test_f46_a_segment_with_nan_is_named_and_nothing_is_trained(name: str, reason: str) -> None:
     learner = make_learner()
     train(learner)
     before = learner.state()
@@ -274,7 +274,7 @@ class Failing(Toy):
         ("gradient", "the gradient's norm is nan in epoch 2, optimiser step 6"),
     ],
 )
-def test_an_update_that_fails_half_way_leaves_weights_and_optimiser_as_they_were(fault: str, reason: str) -> None:
+def test_f46_an_update_that_fails_half_way_leaves_weights_and_optimiser_as_they_were(fault: str, reason: str) -> None:
     # 12 optimiser steps in the first update, 5 good ones in the second.
     learner = make_learner(Failing(17, fault))
     train(learner)
@@ -439,7 +439,7 @@ def test_a_state_is_a_copy_that_later_updates_leave_alone() -> None:
         ({"head.weight": torch.zeros(2)}, r"head\.weight holds \(2,\), expected nothing"),
     ],
 )
-def test_the_checkpoint_of_another_policy_is_refused_before_anything_changes(
+def test_f45_the_checkpoint_of_another_policy_is_refused_before_anything_changes(
     change: dict[str, Tensor], message: str
 ) -> None:
     learner = make_learner()

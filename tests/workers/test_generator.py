@@ -210,7 +210,7 @@ def test_the_mode_is_sampled_without_noise_in_a_batch_of_its_own(make: Make) -> 
     assert act is not None and np.array_equal(act.actions[0], act.actions[1])
 
 
-def test_weights_are_swapped_between_batches_and_every_reply_tells_which_acted(make: Make) -> None:
+def test_f44_weights_are_swapped_between_batches_and_every_reply_tells_which_acted(make: Make) -> None:
     bench = make(seed=77)
     generator = bench.generator()
     bench.request(1, mode="mode")
@@ -274,7 +274,9 @@ def test_f27_damaged_weights_are_buried_and_the_newest_whole_ones_are_used(make:
     assert len(bench.letters()) == 1
 
 
-def test_a_broken_connection_while_weights_arrive_loses_no_version(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_f44_a_broken_connection_while_weights_arrive_loses_no_version(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bench = make()
     generator = bench.generator()
     bench.publish(1)

@@ -121,7 +121,7 @@ def test_the_tickets_of_a_killed_simulator_are_given_out_again_within_two_leases
     bench.until(lambda: bench.run.client.zcard(bench.run.keys.refunded) == 0)
 
 
-def test_a_killed_environment_process_costs_its_own_segments_only(whole: Callable[..., Whole]) -> None:
+def test_f41_a_killed_environment_process_costs_its_own_segments_only(whole: Callable[..., Whole]) -> None:
     bench = whole()
     bench.until(lambda: bench.update() >= 4)
     process = bench.supervisor.children["simulator-0"].process

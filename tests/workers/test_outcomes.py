@@ -18,7 +18,7 @@ def test_there_is_nothing_to_say_before_the_first_episodes_have_settled() -> Non
     assert outcomes.summary(1 + SETTLED_LAG)["success"] == 1.0
 
 
-def test_episodes_count_by_their_start_so_that_quick_successes_do_not_flatter() -> None:
+def test_f51_episodes_count_by_their_start_so_that_quick_successes_do_not_flatter() -> None:
     outcomes = EpisodeOutcomes()
     outcomes.add(episodes(1, True, True, steps=2))
     # The failures of the same start end later.

@@ -184,7 +184,7 @@ def test_observations_before_a_reset_are_kept_with_their_place() -> None:
     assert [shown(payload)[0] for payload in trajectory.payloads] == [0, 90, 91, 92]
 
 
-def test_episode_rows_that_ended_are_held_and_masked_until_all_have_ended() -> None:
+def test_f51_episode_rows_that_ended_are_held_and_masked_until_all_have_ended() -> None:
     slot = make_slot(steps=5, episode=True)
     slot.begin(Permit(7, 1, 0))
     assert slot.resets_due().all()

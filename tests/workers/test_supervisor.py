@@ -197,7 +197,7 @@ def test_a_worker_that_crashes_while_draining_is_reported_and_stays_down(bench: 
     assert not supervisor.failures
 
 
-def test_stop_sends_a_second_signal_and_leaves_no_process_of_the_group(bench: Bench) -> None:
+def test_f49_stop_sends_a_second_signal_and_leaves_no_process_of_the_group(bench: Bench) -> None:
     supervisor = bench.supervise(
         "import subprocess\n"
         "child = subprocess.Popen(['sleep', '600'])\n"
@@ -213,7 +213,7 @@ def test_stop_sends_a_second_signal_and_leaves_no_process_of_the_group(bench: Be
     assert not running(bench.pids("child")[0])
 
 
-def test_what_a_crashed_worker_had_started_is_killed_with_it(bench: Bench) -> None:
+def test_f49_what_a_crashed_worker_had_started_is_killed_with_it(bench: Bench) -> None:
     supervisor = bench.supervise(
         "import subprocess\n"
         "child = subprocess.Popen(['sleep', '600'])\n"
@@ -260,7 +260,7 @@ def test_f06_a_worker_that_may_be_busy_for_minutes_is_given_them(
     assert time.monotonic() - began_s >= 0.5
 
 
-def test_two_supervisors_of_a_run_share_out_the_names(bench: Bench) -> None:
+def test_f53_two_supervisors_of_a_run_share_out_the_names(bench: Bench) -> None:
     first, second = bench.supervise(UNTIL_TOLD), bench.supervise(UNTIL_TOLD)
     assert first.launch("simulator", 2) == ["simulator-0", "simulator-1"]
     assert second.launch("simulator", 1) == ["simulator-2"]
@@ -287,7 +287,7 @@ def test_f43_a_missing_role_is_named_once(bench: Bench, client: Client) -> None:
     assert "missing" not in [notice.kind for notice in bench.told[seen:]]
 
 
-def test_files_of_dead_segments_are_swept_and_those_of_live_ones_stay(
+def test_f49_files_of_dead_segments_are_swept_and_those_of_live_ones_stay(
     bench: Bench, client: Client, tmp_path: Path
 ) -> None:
     folder = tmp_path / "shm"

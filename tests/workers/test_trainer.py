@@ -467,7 +467,7 @@ def test_f47_a_checkpoint_that_cannot_be_written_does_not_end_the_run(
     assert trainer.step(None) and bench.checkpoints() == ["000000", "000002"]
 
 
-def test_a_lost_reply_to_the_commit_neither_repeats_nor_loses_the_update(
+def test_f02_a_lost_reply_to_the_commit_neither_repeats_nor_loses_the_update(
     make: Make, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = make()

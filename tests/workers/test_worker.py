@@ -74,7 +74,7 @@ def test_a_beat_shows_progress_and_a_sample_at_most_once_a_second(run: Run) -> N
     assert len(entries) == 1 and entries[0][1][b"batches"] == b"5" and entries[0][1][b"kind"] == b"second"
 
 
-def test_a_step_of_minutes_is_not_taken_for_a_death(run: Run) -> None:
+def test_f06_a_step_of_minutes_is_not_taken_for_a_death(run: Run) -> None:
     run.start()
     worker, key = run.worker("trainer"), run.keys.worker("trainer-0")
     worker.beat()
