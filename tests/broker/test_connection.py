@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
+import signal
 import socket
 import ssl
 import subprocess
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import redis
+from own_server import own_server
 
 from vla_stream.broker.complaints import explain
 from vla_stream.broker.connection import (
@@ -55,6 +58,13 @@ def complaint(url: str) -> str:
     message = str(caught.value)
     assert "\n" not in message and PASSWORD not in message
     return message
+
+
+def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = 10.0) -> None:
+    end = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end, f"waited {deadline_s} s for: {what}"
+        time.sleep(0.005)
 
 
 def commands_in(packet: bytes) -> int:
@@ -131,6 +141,31 @@ def test_f01_a_blocking_read_may_last_as_long_as_was_announced(redis_url: str, r
             client.xread({key: "$"}, block=10_000)
 
 
+def test_f01_a_reader_may_block_for_longer_than_the_five_seconds_of_redis_py(redis_url: str, run_name: str) -> None:
+    with contextlib.closing(connect(redis_url, name="test", block_s=6.0)) as client:
+        started = time.monotonic()
+        assert not client.xread({f"vla:{{{run_name}}}:x": "$"}, block=5400)
+        assert time.monotonic() - started > 5.3
+
+
+def test_f02_an_xadd_over_a_stall_of_the_server_is_one_entry(tmp_path: Path) -> None:
+    with (
+        EmbeddedServer.start(tmp_path) as server,
+        contextlib.closing(connect(server.url, name="other")) as other,
+        contextlib.closing(connect(server.url, name="stalled", margin_s=0.3)) as client,
+    ):
+        client.ping()
+        os.kill(server.pid, signal.SIGSTOP)
+        resume = threading.Timer(1.5, os.kill, (server.pid, signal.SIGCONT))
+        resume.start()
+        with pytest.raises(UNREACHABLE):
+            client.xadd("vla:{x}:x", {"a": b"1"})
+        resume.join()
+        # The server reads what waits in a connection before it finds it closed.
+        wait_until(lambda: not any(item["name"] == "stalled" for item in other.client_list()), "the old one's end")
+        assert other.xlen("vla:{x}:x") == 1
+
+
 def test_f02_a_lost_reply_is_reported_and_the_command_never_sent_again() -> None:
     received: list[bytes] = []
 
@@ -148,6 +183,40 @@ def test_f02_a_lost_reply_is_reported_and_the_command_never_sent_again() -> None
             client.xadd("vla:{x}:x", {"a": b"1"})
         client.ping()
     assert b"".join(received).count(b"XADD") == 1
+
+
+class Interrupted(Exception):
+    """What a signal raises in the midst of a read."""
+
+
+@pytest.mark.parametrize("how", ["its time is over", "a signal interrupts it"])
+def test_f04_a_blocking_read_that_is_given_up_leaves_no_reply_to_the_next_command(
+    how: str, redis_url: str, client: Client, run_name: str
+) -> None:
+    key, name = f"vla:{{{run_name}}}:x", f"reader-{run_name}"
+    by_signal = how == "a signal interrupts it"
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    def interrupt_the_read() -> None:
+        wait_until(lambda: any(c["name"] == name and "b" in c["flags"] for c in client.client_list()), "it blocks")
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    thread = threading.Thread(target=interrupt_the_read if by_signal else lambda: None)
+    with contextlib.closing(connect(redis_url, name=name, block_s=20.0 if by_signal else 0.0, margin_s=0.2)) as reader:
+        try:
+            thread.start()
+            with pytest.raises((Interrupted, *UNREACHABLE)) as caught:
+                reader.xread({key: "$"}, block=15_000)
+            assert isinstance(caught.value, Interrupted) == by_signal
+        finally:
+            thread.join()
+            signal.signal(signal.SIGUSR1, before)
+        client.xadd(key, {"what": "it had waited for"})
+        assert reader.echo("my own reply") == b"my own reply"
+        assert reader.xlen(key) == 1
 
 
 def test_a_broken_connection_is_made_anew_at_the_next_command(redis_url: str, client: Client) -> None:
@@ -254,7 +323,24 @@ def test_f33_command_that_the_acl_forbids(guarded: EmbeddedServer, admin: Client
     assert PASSWORD not in str(explain(command.value, url))
 
 
-def test_f09_protected_mode() -> None:
+def test_f09_protected_mode(tmp_path: Path) -> None:
+    own = own_address()
+    if own is None:
+        pytest.skip("this host has loopback only, to which a server in protected mode talks")
+    with own_server(tmp_path, ["--bind", "0.0.0.0", "--protected-mode", "yes"]) as port:
+        message = complaint(f"redis://{own}:{port}/0")
+    assert "is in protected mode and takes no clients from other hosts; set a password there" in message
+
+
+def own_address() -> str | None:
+    """An address of this host that is not loopback."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        probe.connect(("192.0.2.1", 9))  # nothing is sent: only a route is looked up
+        return str(probe.getsockname()[0])
+    return None
+
+
+def test_f09_what_a_server_in_protected_mode_says_is_understood() -> None:
     def refuse(connection: socket.socket) -> None:
         connection.sendall(b"-DENIED Redis is running in protected mode because protected mode is enabled\r\n")
 
@@ -350,6 +436,23 @@ def test_malformed_url_is_refused_without_showing_a_part_of_the_password(url: st
     with pytest.raises(InputError, match="does not parse") as caught:
         connect(url, name="test")
     assert "hunter" not in str(caught.value) and "zwei" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "option", ["decode_responses=yes", "socket_timeout=1", "protocol=3", "retry=9", "max_connections=50"]
+)
+def test_f07_a_url_may_not_set_what_every_reader_relies_on(option: str, guarded: EmbeddedServer) -> None:
+    name = option.partition("=")[0]
+    with pytest.raises(InputError, match=f"got the option {name}, which vla-stream sets itself; leave it out"):
+        connect(f"{guarded.url}?{option}", name="test")
+
+
+def test_f08_the_line_for_people_holds_what_the_server_said(redis_url: str, client: Client, run_name: str) -> None:
+    client.set(f"vla:{{{run_name}}}:x", "no stream", px=60_000)
+    with pytest.raises(ResponseError) as caught:
+        client.xlen(f"vla:{{{run_name}}}:x")
+    # Its repr is the bare class.
+    assert "wrong kind of value" in str(explain(caught.value, redis_url))
 
 
 @pytest.mark.parametrize(

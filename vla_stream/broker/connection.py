@@ -8,7 +8,9 @@ from __future__ import annotations
 import random
 import re
 import time
+from collections.abc import Mapping
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import redis
 from redis.backoff import NoBackoff
@@ -56,7 +58,6 @@ def connect(url: str, *, name: str, block_s: float = 0.0, margin_s: float = REPL
     other's replies, so a thread that blocks needs its own client.
     Raises InputError when the url is malformed; whether a server answers, `check_server` finds out.
     """
-    _check_url(url)
 
     def greet(connection: Any) -> None:
         # No CLIENT SETINFO: an ACL file of Redis 7.0 cannot even name it, and where it is refused it fills ACL LOG.
@@ -72,19 +73,20 @@ def connect(url: str, *, name: str, block_s: float = 0.0, margin_s: float = REPL
         except NoPermissionError:
             pass  # The name is for people who look; an ACL without CLIENT still does all the work.
 
-    pool = redis.BlockingConnectionPool.from_url(
-        url,
-        max_connections=1,
-        timeout=block_s + margin_s,
-        decode_responses=False,
+    settings: dict[str, Any] = {
+        "max_connections": 1,
+        "timeout": block_s + margin_s,
+        "decode_responses": False,
         # RESP2 has the same shape of replies in all versions of redis-py and needs no HELLO.
-        protocol=2,
-        socket_timeout=block_s + margin_s,
-        socket_connect_timeout=CONNECT_TIMEOUT_S,
+        "protocol": 2,
+        "socket_timeout": block_s + margin_s,
+        "socket_connect_timeout": CONNECT_TIMEOUT_S,
         # redis-py ≥ 8 retries ten times by default. A retried XADD after a lost reply is a second entry.
-        retry=Retry(NoBackoff(), 0),
-        redis_connect_func=greet,
-    )
+        "retry": Retry(NoBackoff(), 0),
+        "redis_connect_func": greet,
+    }
+    _check_url(url, settings)
+    pool = redis.BlockingConnectionPool.from_url(url, **settings)
     return redis.Redis.from_pool(pool)
 
 
@@ -181,7 +183,7 @@ class Backoff:
         self.failures = 0
 
 
-def _check_url(url: str) -> None:
+def _check_url(url: str, settings: Mapping[str, object]) -> None:
     scheme, separator, _ = url.partition("://")
     if not separator or scheme not in SCHEMES:
         got = f"scheme {scheme!r}" if separator else "no scheme"
@@ -199,6 +201,10 @@ def _check_url(url: str) -> None:
             + "; percent-encode special characters in the password (/ is %2F, @ is %40, # is %23), "
             "put an IPv6 address into [], and leave out options that redis-py does not know"
         ) from exc
+    # To redis-py the url has the last word; replies as text, say, would end every reader of payloads (F07).
+    taken = sorted(parse_qs(urlsplit(url).query).keys() & settings.keys())
+    if taken:
+        raise InputError(f"Redis url: got the option {taken[0]}, which vla-stream sets itself; leave it out")
 
 
 def _look_for_a_plain_port(client: Client) -> None:
