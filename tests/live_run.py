@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import shutil
 from pathlib import Path
@@ -82,3 +83,14 @@ class Run:
                 worker.release()
         for folder in lanes.SHM_ROOT.glob(f"vla-stream-*-{self.name}-*"):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def sockets_of(pid: int) -> set[str]:
+    """The sockets that a process holds beyond its standard streams, by the kernel's numbers."""
+    found = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            target = os.readlink(descriptor)
+            if target.startswith("socket:") and int(descriptor.name) > 2:
+                found.add(target)
+    return found

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from live_run import Run
+from live_run import Run, sockets_of
 
 from vla_stream.config import Config
 from vla_stream.environments.protocol import Observations
@@ -110,6 +110,14 @@ def test_rows_whose_process_was_not_asked_hold_zeros(make: Make) -> None:
     assert result.chunk.executed.any(axis=1).tolist() == [False, True, False, True]
     # They were left alone: their next chunk starts from where the reset put them.
     assert chunk(host, resets=~ALL).observations.state[[0, 2], 2].tolist() == pytest.approx([2 / 6, 2 / 6])
+
+
+def test_f05_environment_processes_share_no_socket_with_the_simulator(make: Make, run: Run) -> None:
+    assert run.client.ping()
+    host = make()
+    ours = sockets_of(os.getpid())
+    assert len(ours) > ROWS, "one to Redis, and one to each child"
+    assert not any(ours & sockets_of(child.pid) for child in host._children)
 
 
 def test_f40_an_environment_that_hangs_is_replaced_in_time_and_fails_its_own_rows_only(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from live_run import sockets_of
 
 from vla_stream.broker.connection import Client
 from vla_stream.errors import InputError
@@ -98,6 +99,16 @@ def test_a_worker_gets_its_name_its_device_and_the_url_in_its_environment_only(b
     command = Path(f"/proc/{bench.pids('simulator-2')[0]}/cmdline").read_text().split("\0")
     assert command[-4:-1] == ["simulator", bench.run, "simulator-2"]
     assert not any(bench.url in part for part in command)
+
+
+def test_f05_workers_share_no_socket_with_their_supervisor(bench: Bench, client: Client) -> None:
+    assert client.ping()
+    supervisor = bench.supervise(UNTIL_TOLD)
+    supervisor.launch("simulator", 1)
+    bench.until(lambda: bool(bench.pids("simulator-0")))
+    ours = sockets_of(os.getpid())
+    assert len(ours) >= 2, "the test's connection and the supervisor's"
+    assert not ours & sockets_of(bench.pids("simulator-0")[0])
 
 
 def test_a_crashed_worker_is_restarted_under_its_name_and_its_cause_is_told_once(bench: Bench, client: Client) -> None:
