@@ -208,6 +208,15 @@ def test_permits_and_published_segments_count_alike_and_a_commit_frees_exactly_b
     assert len(grant(flow, 100)) == B
 
 
+def test_f24_permits_are_right_where_the_server_cannot_tell_a_lag(flow: Flow) -> None:
+    consumed = publish(flow, grant(flow, B))
+    flow.client.xreadgroup(TRAINERS, "trainer-0", {flow.keys.trajectories: ">"}, count=1)
+    flow.client.xdel(flow.keys.trajectories, consumed[2].entry)
+    (group,) = flow.client.xinfo_groups(flow.keys.trajectories)
+    assert group["lag"] is None
+    assert len(grant(flow, 100)) == B and flow.grant(1, LEASE_S) == "full"
+
+
 def test_with_eta_1_the_oldest_weights_allowed_follow_the_table_of_numerics(flow: Flow) -> None:
     for _ in range(5):
         one_update(flow)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -132,6 +134,24 @@ def test_a_mapped_payload_stays_valid_after_its_file_is_removed(folder: Path, re
     view = reader.read(lane.write(segment, 0, DATA[0]))
     lane.remove(segment)
     assert bytes(view) == DATA[0]
+
+
+def test_f29_a_reader_that_ends_leaves_the_segment_to_other_processes(
+    folder: Path, reader: PayloadReader, redis_url: str, run_name: str
+) -> None:
+    # SharedMemory of Python 3.11 has the segment deleted when the first process that opened it ends.
+    reference = ShmLane(folder).write(segment_name(1, 1), 0, DATA[0])
+    program = (
+        "import sys; from pathlib import Path; from vla_stream.broker.connection import connect;"
+        "from vla_stream.broker.lanes import PayloadReader; from vla_stream.streams.keys import Keys;"
+        "url, run, folder, reference = sys.argv[1:];"
+        "reader = PayloadReader(connect(url, name='reader'), Keys(run).blob, Path(folder));"
+        "print(len(reader.read(reference)))"
+    )
+    command = [sys.executable, "-c", program, redis_url, run_name, str(folder), reference]
+    for _ in range(2):
+        assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "1000\n"
+    assert bytes(reader.read(reference)) == DATA[0]
 
 
 def test_neither_writing_nor_reading_shm_leaks_file_descriptors(folder: Path, reader: PayloadReader) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +17,7 @@ from own_server import tls_server
 from vla_stream.broker.connection import OUT_OF_MEMORY, Client, ResponseError, connect
 from vla_stream.broker.queue import Entry, WorkQueue
 from vla_stream.broker.scripts import SWEEP_CONSUMER, Scripts
+from vla_stream.broker.server import EmbeddedServer
 from vla_stream.flow import Flow
 from vla_stream.streams.keys import Keys
 
@@ -133,6 +136,26 @@ def test_a_blocking_read_returns_as_soon_as_there_is_work(client: Client, stream
     wait_until(lambda: blocked(client, {queue.consumer}), "the reader blocks")
     added = add(client, stream)
     assert ids(reading.entries()) == added
+
+
+def test_f31_a_block_that_lasts_longer_than_asked_for_is_no_error(tmp_path: Path) -> None:
+    with (
+        EmbeddedServer.start(tmp_path) as server,
+        contextlib.closing(connect(server.url, name="other")) as other,
+        contextlib.closing(connect(server.url, name="reader", block_s=0.3)) as client,
+    ):
+        queue = WorkQueue(client, Scripts(client), "vla:{x}:obs-requests", "generators", "generator-0", LEASE_S)
+        queue.ensure_group()
+        began = time.monotonic()
+        reading = Reading(lambda: queue.read(1, 300))
+        wait_until(lambda: blocked(other, {"reader"}), "the reader blocks")
+        os.kill(server.pid, signal.SIGSTOP)
+        resume = threading.Timer(1.0, os.kill, (server.pid, signal.SIGCONT))
+        resume.start()
+        assert reading.entries() == [] and time.monotonic() - began > 0.9
+        resume.join()
+        added = add(other, queue.stream)
+        assert ids(queue.read(1, 300)) == added
 
 
 @pytest.mark.parametrize("block_ms", [None, 0])

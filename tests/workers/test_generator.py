@@ -162,6 +162,15 @@ def test_half_a_batch_is_sent_when_its_oldest_request_is_old_enough(make: Make) 
     assert time.monotonic() - started_s >= 0.02
 
 
+def test_f31_while_a_batch_fills_our_clock_ends_the_wait_and_not_a_block(make: Make) -> None:
+    bench = make(generators__max_wait_ms=50)
+    generator = bench.generator()
+    bench.request(1)
+    started_s = time.monotonic()
+    bench.until(lambda: generator.step(8_000))
+    assert time.monotonic() - started_s < 5
+
+
 def test_padding_changes_no_result(make: Make) -> None:
     bench = make(generators__max_batch_size=16, generators__padded_sizes=[6])
     generator = bench.generator()
@@ -310,6 +319,36 @@ def test_f16_f27_an_undecodable_entry_is_a_dead_letter_and_stops_nobody(make: Ma
     bench.request(1)
     assert len(bench.serve(bench.generator())) == 1
     assert len(bench.letters()) == 1 and bench.waiting() == bench.pending() == 0
+
+
+def test_f17_a_request_that_was_trimmed_while_it_was_pending_is_buried_and_acked(make: Make, run: Run) -> None:
+    bench = make()
+    generator = bench.generator()
+    bench.request(1)
+    run.client.xreadgroup("generators", "generator-0", {run.keys.obs_requests: ">"})
+    run.client.xtrim(run.keys.obs_requests, maxlen=0, approximate=False)
+    generator.collector.recover()
+    assert bench.pending() == 0 and not generator.collector.owned
+    (reason,) = bench.letters()
+    assert "trimmed" in reason
+
+
+def test_f19_a_request_that_a_failover_brings_back_is_answered_again_alike(make: Make, run: Run) -> None:
+    bench = make()
+    generator = bench.generator()
+    bench.request(1)
+    generator.collector.look(None)
+    behind: Any = run.client.dump(run.keys.obs_requests)  # where a replica stands that lags
+    bench.serve(generator)
+    assert bench.waiting() == bench.pending() == 0
+    run.client.restore(run.keys.obs_requests, 0, behind, replace=True)
+    assert bench.waiting() == bench.pending() == 1
+    # As the collecting thread does after the reconnect.
+    generator.collector.recover()
+    first, again = bench.serve(generator, replies=2)
+    assert first.id == again.id and first.act is not None and again.act is not None
+    assert np.array_equal(first.act.actions, again.act.actions)
+    assert bench.waiting() == bench.pending() == 0
 
 
 def test_f16_a_request_that_the_policy_fails_at_is_a_dead_letter_its_slot_is_told_and_the_others_are_served(

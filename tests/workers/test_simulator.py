@@ -255,6 +255,23 @@ def test_a_lost_request_is_asked_again_under_its_id(make: Make, run: Run) -> Non
     assert bench.serve() == 2 and [slot.step for slot in bench.slots] == [1, 1]
 
 
+def test_f19_replies_that_a_failover_brings_back_are_not_taken_again(make: Make, run: Run) -> None:
+    bench = make()
+    stream = run.keys.actions("simulator-0")
+    for request in bench.requests().values():
+        bench.reply(request)
+    behind: Any = run.client.dump(stream)  # where a replica stands that lags
+    bench.pump()
+    bench.pump()
+    assert [slot.step for slot in bench.slots] == [1, 1] and run.client.xlen(stream) == 0
+    run.client.restore(stream, 0, behind, replace=True)
+    bench.pump()
+    assert [slot.step for slot in bench.slots] == [1, 1] and bench.states == [State.ASKED, State.ASKED]
+    while not bench.trajectories():
+        assert bench.serve() >= 2
+    assert [trajectory.segment.steps for trajectory in bench.trajectories()] == [T, T]
+
+
 @pytest.mark.parametrize("sent", [False, True], ids=["before it is sent", "after it is sent"])
 def test_f02_an_error_of_redis_between_decision_and_sending_loses_nothing(
     make: Make, run: Run, monkeypatch: pytest.MonkeyPatch, sent: bool

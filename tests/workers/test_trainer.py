@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -215,6 +217,21 @@ def test_f27_poison_is_a_dead_letter_and_the_update_goes_on_without_it(make: Mak
     assert bench.permits(1)[0].member == f"{damaged.ticket}.2"
 
 
+def test_f17_a_segment_that_was_trimmed_while_it_was_pending_is_counted_and_given_out_again(
+    make: Make, run: Run
+) -> None:
+    bench = make()
+    trainer = bench.trainer()
+    (permit,) = bench.feed(1)
+    run.client.xreadgroup("trainers", "trainer-0", {run.keys.trajectories: ">"})
+    run.client.xtrim(run.keys.trajectories, maxlen=0, approximate=False)
+    trainer.recover()
+    pending: Any = run.client.xpending(run.keys.trajectories, "trainers")
+    assert pending["pending"] == 0 and run.client.xlen(run.keys.dead_letters) == 1
+    assert run.flow.books().outcomes["poisoned"] == 1 and run.flow.books().balance == 0
+    assert bench.permits(1)[0].member == f"{permit.ticket}.2"
+
+
 @pytest.mark.parametrize("actions", [(H + 1, A), (H, A + 1)])
 def test_f45_a_segment_of_another_action_shape_is_poison_not_the_trainers_end(
     make: Make, run: Run, actions: tuple[int, int]
@@ -278,6 +295,31 @@ def test_f54_a_zombie_trainer_is_fenced_off_and_changes_nothing(make: Make, run:
     assert run.flow.books().in_flight == 2
 
 
+def test_f19_a_trainer_whose_commit_a_failover_lost_is_fenced_and_its_successor_goes_on(make: Make, run: Run) -> None:
+    bench = make(updates=10, trainer__checkpoint_every=1)
+    trainer = bench.trainer()
+    bench.feed()
+    # Where a replica stands that lags: the segments are there, the update that consumes them is not.
+    everything = list(run.client.scan_iter(match=run.keys.everything_pattern))
+    behind: dict[bytes, Any] = {key: run.client.dump(key) for key in everything}
+    assert trainer.step(None)
+    lost = bench.weights()
+    run.client.delete(*run.client.scan_iter(match=run.keys.everything_pattern))
+    for key, state in behind.items():
+        run.client.restore(key, 0, state)
+    with pytest.raises(Expired, match="its update 2 is void"):
+        for _ in range(3):
+            trainer.step(None)
+
+    again = bench.trainer()
+    assert (again.update, again.epoch) == (1, 2) and again.version > lost.version
+    while run.flow.books().in_flight:
+        assert again.step(None)
+    assert again.update == 2 and run.flow.books().balance == 0
+    bench.feed(version=again.version)
+    assert again.step(None) and run.flow.books().balance == 0
+
+
 def test_in_ticket_order_the_lowest_tickets_are_trained_and_a_missing_one_is_waited_for(make: Make, run: Run) -> None:
     bench = make(flow__order="ticket")
     trainer = bench.trainer()
@@ -293,6 +335,18 @@ def test_in_ticket_order_the_lowest_tickets_are_trained_and_a_missing_one_is_wai
     assert run.flow.live_members() == {third.member, fourth.member}
     assert trainer.step(None) and trainer.update == 2
     assert [sample["staleness"] for sample in bench.samples()] == [0, 1]
+
+
+def test_f51_segments_are_trained_in_the_order_in_which_they_came(make: Make, run: Run) -> None:
+    bench = make(updates=10)
+    trainer = bench.trainer()
+    first, second, third, fourth = bench.permits(4)
+    for permit in (third, first, fourth, second):
+        bench.publish(permit)
+    assert trainer.step(None)
+    assert run.flow.live_members() == {fourth.member, second.member}
+    assert trainer.step(None)
+    assert run.flow.live_members() == set()
 
 
 def test_in_ticket_order_a_ticket_that_was_refunded_is_waited_for_too(make: Make, run: Run) -> None:
@@ -486,6 +540,37 @@ def test_f02_a_lost_reply_to_the_commit_neither_repeats_nor_loses_the_update(
     assert trainer.step(None) and left == [0]
     assert (trainer.update, trainer.version) == (1, 2) and run.client.xlen(run.keys.weights) == 2
     assert run.flow.books().outcomes["trained"] == 2 and run.flow.books().balance == 0
+
+
+def test_f47_a_trainer_killed_in_the_midst_of_a_checkpoint_is_resumed_from_the_one_before(
+    make: Make, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make(updates=10, trainer__checkpoint_every=1)
+    trainer = bench.trainer()
+    bench.feed()
+    assert trainer.step(None)
+
+    class Killed(BaseException):
+        pass
+
+    def killed(*_: object) -> None:
+        raise Killed
+
+    # All is written and nothing is in place yet; a killed process cleans up nothing.
+    monkeypatch.setattr(Path, "rename", killed)
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
+    bench.feed(version=2)
+    with pytest.raises(Killed):
+        trainer.step(None)
+    monkeypatch.undo()
+    assert len(bench.checkpoints()) == 3 and (trainer.update, trainer.version) == (2, 3)
+
+    again = bench.trainer()
+    assert (again.update, again.version) == (1, 4), "3 has named other weights"
+    books = run.flow.books()
+    assert books.outcomes["trained"] == books.outcomes["rolled_back"] == 2 and books.balance == 0
+    bench.feed(version=4)
+    assert again.step(None) and bench.checkpoints() == ["000000", "000001", "000002"]
 
 
 def test_a_broken_connection_after_the_commit_trains_no_segment_twice(
