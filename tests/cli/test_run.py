@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -32,6 +33,12 @@ broker: {inline_below_bytes: 0}
 pretrain: {episodes: 2, steps: 2}
 evaluation: {episodes: 3}
 """
+MAIN = ("-m", "vla_stream.cli.main")
+MAIN_IN_ITS_TERMINAL = (
+    "-c",
+    "import fcntl, termios; fcntl.ioctl(1, termios.TIOCSCTTY, 0); from vla_stream.cli.main import main; main()",
+)
+QUICK = ("--set", "pretrain=null", "--set", "evaluation.episodes=0")
 
 
 class Shell:
@@ -42,16 +49,18 @@ class Shell:
         self._started: list[subprocess.Popen[str]] = []
         (folder / "mini.yaml").write_text(CONFIG)
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
+    def start(self, *arguments: str, terminal: int | None = None) -> subprocess.Popen[str]:
+        """A command, in a `terminal` of its own if one is given."""
         environment = {name: value for name, value in os.environ.items() if name != "VLA_STREAM_REDIS"}
         process = subprocess.Popen(
-            [sys.executable, "-m", "vla_stream.cli.main", *arguments],
+            [sys.executable, *(MAIN if terminal is None else MAIN_IN_ITS_TERMINAL), *arguments],
             cwd=self.folder,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
+            stdin=subprocess.DEVNULL if terminal is None else terminal,
+            stdout=subprocess.PIPE if terminal is None else terminal,
             stderr=subprocess.STDOUT,
             text=True,
             env=environment,
+            start_new_session=terminal is not None,
         )
         self._started.append(process)
         return process
@@ -239,6 +248,79 @@ def test_f27_a_key_of_another_type_in_place_of_any_of_ours_costs_what_it_held_an
 def events(client: Client, keys: Keys) -> list[Any]:
     found: Any = client.xrange(keys.events)
     return list(found)
+
+
+@pytest.mark.timeout(180)
+def test_f48_a_run_is_resumed_with_other_numbers_of_workers(shell: Shell, run_name: str) -> None:
+    folder = shell.folder / "runs" / run_name
+    code, shown = shell.call("run", "mini.yaml", "--run", run_name, *QUICK)
+    assert code == 0, shown
+    assert logs_of(folder) == {"trainer-0", "generator-0", "simulator-0"}
+    others = ["simulators.count=3", "simulators.slots=1", "simulators.envs_per_slot=3", "generators.count=2"]
+    settings = [word for setting in others for word in ("--set", setting)]
+    code, shown = shell.call("run", "mini.yaml", "--run", run_name, *QUICK, *settings, "--resume", "--updates", "5")
+    assert code == 0, shown
+    assert "Traceback" not in shown and "crashed" not in shown
+    assert logs_of(folder) >= {"generator-1", "simulator-1", "simulator-2"}
+    records = samples.load(folder / "metrics.jsonl")
+    assert [record["update"] for record in records if record.get("kind") == "update"] == [1, 2, 3, 4, 5]
+    assert [record["balance"] for record in records if record.get("kind") == "books"] == [0, 0]
+
+
+def logs_of(folder: Path) -> set[str]:
+    return {log.stem for log in (folder / "logs").iterdir()} - {"redis"}
+
+
+def ctrl_c_twice(process: subprocess.Popen[str], flow: Flow) -> None:
+    process.send_signal(signal.SIGINT)
+    wait_for(lambda: (state := flow.state()) is None or state.desired == "draining", "the first Ctrl-C's effect")
+    process.send_signal(signal.SIGINT)
+
+
+WAYS_TO_END: dict[str, Callable[[subprocess.Popen[str], Flow], None]] = {
+    "Ctrl-C twice": ctrl_c_twice,
+    "SIGTERM": lambda process, _: process.send_signal(signal.SIGTERM),
+    "kill -9": lambda process, _: process.kill(),
+}
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("way", [*WAYS_TO_END, "a closed terminal"])
+def test_f49_however_a_run_is_ended_no_process_no_server_and_no_file_in_dev_shm_stays(
+    shell: Shell, run_name: str, way: str
+) -> None:
+    terminal, its_end = pty.openpty()
+    arguments = ["run", "mini.yaml", "--run", run_name, *QUICK, "--updates", "100000"]
+    process = shell.start(*arguments, terminal=its_end if way == "a closed terminal" else None)
+    os.close(its_end)
+    address = shell.folder / "runs" / run_name / "redis.url"
+    wait_for(address.exists, "the embedded server's address")
+    socket = Path(address.read_text().strip().removeprefix("unix://"))
+    with contextlib.closing(connect(f"unix://{socket}", name="test")) as client:
+        flow = Flow(client, Keys(run_name))
+        wait_for(lambda: (state := flow.state()) is not None and state.update >= 1, "an update")
+        server: Any = client.info("server")
+        assert in_dev_shm(run_name) and len(processes_of(run_name)) > 4
+        if way == "a closed terminal":
+            os.close(terminal)
+        else:
+            WAYS_TO_END[way](process, flow)
+            os.close(terminal)
+    process.wait(60)
+    wait_for(lambda: not processes_of(run_name), "the end of all processes", 20)
+    wait_for(lambda: not runs(server["process_id"]) and not socket.parent.exists(), "the server's end", 20)
+    wait_for(lambda: not in_dev_shm(run_name), "an empty /dev/shm", 20)
+
+
+def in_dev_shm(run: str) -> list[Path]:
+    return list(Path("/dev/shm").glob(f"*{run}*"))
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 @pytest.mark.timeout(180)
