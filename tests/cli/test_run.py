@@ -172,7 +172,7 @@ def test_a_run_survives_kills_refuses_a_twin_drains_on_ctrl_c_and_resumes(
 
 
 @pytest.mark.timeout(180)
-def test_a_run_killed_at_once_with_all_its_workers_is_resumed_with_other_worker_counts(
+def test_f48_a_run_killed_at_once_with_all_its_workers_is_resumed_with_other_worker_counts(
     shell: Shell, run_name: str, redis_url: str, client: Client
 ) -> None:
     flow, keys = Flow(client, Keys(run_name)), Keys(run_name)
@@ -248,27 +248,6 @@ def test_f27_a_key_of_another_type_in_place_of_any_of_ours_costs_what_it_held_an
 def events(client: Client, keys: Keys) -> list[Any]:
     found: Any = client.xrange(keys.events)
     return list(found)
-
-
-@pytest.mark.timeout(180)
-def test_f48_a_run_is_resumed_with_other_numbers_of_workers(shell: Shell, run_name: str) -> None:
-    folder = shell.folder / "runs" / run_name
-    code, shown = shell.call("run", "mini.yaml", "--run", run_name, *QUICK)
-    assert code == 0, shown
-    assert logs_of(folder) == {"trainer-0", "generator-0", "simulator-0"}
-    others = ["simulators.count=3", "simulators.slots=1", "simulators.envs_per_slot=3", "generators.count=2"]
-    settings = [word for setting in others for word in ("--set", setting)]
-    code, shown = shell.call("run", "mini.yaml", "--run", run_name, *QUICK, *settings, "--resume", "--updates", "5")
-    assert code == 0, shown
-    assert "Traceback" not in shown and "crashed" not in shown
-    assert logs_of(folder) >= {"generator-1", "simulator-1", "simulator-2"}
-    records = samples.load(folder / "metrics.jsonl")
-    assert [record["update"] for record in records if record.get("kind") == "update"] == [1, 2, 3, 4, 5]
-    assert [record["balance"] for record in records if record.get("kind") == "books"] == [0, 0]
-
-
-def logs_of(folder: Path) -> set[str]:
-    return {log.stem for log in (folder / "logs").iterdir()} - {"redis"}
 
 
 def ctrl_c_twice(process: subprocess.Popen[str], flow: Flow) -> None:
