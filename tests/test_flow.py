@@ -441,8 +441,8 @@ def test_f27_an_entry_that_names_a_living_ticket_but_is_not_its_own_costs_the_ti
 def test_f17_a_published_segment_whose_entry_was_trimmed_is_counted_and_given_out_again(flow: Flow) -> None:
     lost, kept = publish(flow, grant(flow, 2))
     flow.client.xdel(flow.keys.trajectories, lost.entry)
-    assert flow.miss(1) == [lost.member]
-    assert flow.miss(1) == []
+    assert flow.miss(1, []) == [lost.member]
+    assert flow.miss(1, []) == []
     assert flow.live_members() == {kept.member} and outcomes(flow) == {"poisoned": 1}
     assert [permit.member for permit in grant(flow, 1)] == ["1.2"]
 
@@ -453,7 +453,7 @@ def test_f54_a_zombie_trainer_can_refuse_nothing(flow: Flow) -> None:
     with pytest.raises(Expired, match="replaced by a newer one"):
         flow.refuse(1, consumed.entry, "refused")
     flow.client.xdel(flow.keys.trajectories, consumed.entry)
-    assert flow.miss(1) == []
+    assert flow.miss(1, []) == []
     assert flow.live_members() == {consumed.member}
 
 

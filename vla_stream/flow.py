@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -253,17 +253,19 @@ class Flow:
         entry: Any = self.client.hget(self.keys.entries, consumed.member)
         return bool(entry == consumed.entry.encode())
 
-    def refuse(self, epoch: int, entry: str, counter: Literal["refused", "poisoned"]) -> bool:
-        """An entry of `trajectories` is not trained: remove it, count it, give its ticket out again. False when it was
-        no published segment, but somebody else's entry. Raises Expired when a newer trainer took over."""
+    def refuse(self, epoch: int, entry: str, counter: Literal["refused", "poisoned", "lost_with_server"]) -> bool:
+        """An entry of `trajectories` is not trained: remove it, count it, give its ticket out again (unless it was
+        lost with the server: then it was trained before). False when it was no published segment, but somebody else's
+        entry. Raises Expired when a newer trainer took over."""
         answer = self._call(scripts.REFUSE, self._published_keys(), [epoch, TRAINERS, counter, entry])
         if answer == b"fenced":
             raise Expired(f"trainer of epoch {epoch} was replaced by a newer one")
         return bool(answer == b"refused")
 
-    def miss(self, epoch: int) -> list[str]:
-        """Published segments whose entry is gone from the stream: counted as poisoned, their tickets given back."""
-        return [member.decode() for member in self._call(scripts.MISS, self._published_keys(), [epoch])]
+    def miss(self, epoch: int, taken: Collection[str]) -> list[str]:
+        """Published segments whose entry is gone from the stream, except those that the trainer has taken: counted as
+        poisoned, their tickets given back."""
+        return [member.decode() for member in self._call(scripts.MISS, self._published_keys(), [epoch, *taken])]
 
     def ready_in_order(self, count: int) -> list[str]:
         """The `count` lowest published members, once no lower ticket can still come; else an empty list."""

@@ -11,7 +11,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,6 +52,7 @@ SAY_WAITING_S = 20.0
 POISONED_UPDATES = 4  # so many updates' segments in a row, all unusable: their makers will not do better
 RETRY_CHECKPOINT_S = 5.0
 UPDATES_FILE = "updates.jsonl"
+TICKETS_REMEMBERED = 10_000  # a simulator frozen for longer than so many segments is not met
 LAST_VERSION_FILE = "last_version"
 
 
@@ -84,7 +85,7 @@ class Trainer:
         self.generation = ""  # of the server's life in which this trainer took the run over
         self.outcomes = EpisodeOutcomes()
         self._held: dict[str, _Held] = {}
-        self._void: set[str] = set()  # trained in an update that the server lost before its commit
+        self._lineage: dict[int, None] = {}  # the newest tickets that these weights were trained on, oldest first
         self._kept: dict[str, Trajectory] = {}  # by entry: trained, and not yet in a durable checkpoint
         self._manifest: WeightsManifest | None = None
         self._trained = self._skipped = 0
@@ -111,6 +112,7 @@ class Trainer:
             self.learner.load_state(LearnerState(found.update, found.policy, found.optimiser))
             self.update, self.version, self._checkpointed = found.update, found.version, found.update
             trained, skipped = int(found.meta["trained"]), int(found.meta["skipped"])
+            self._remember(trained_tickets(self.config.run_dir / UPDATES_FILE, found.update))
         self._take_over(trained, skipped)
         if self._checkpointed != self.update:
             self._save_checkpoint()
@@ -203,8 +205,11 @@ class Trainer:
             trajectory = Trajectory.from_fields(entry.fields)
             if not self.flow.is_published(Consumed(entry.id, trajectory.member)):
                 raise BadMessage(f"segment {trajectory.member} was not published as this entry")
-            if trajectory.member in self._void:
-                self._refuse(entry, trajectory, "it was trained before the server lost the run")
+            if trajectory.segment.ticket in self._lineage:
+                # Published, trained, and registered anew by a simulator that never heard of it from the lost server.
+                self.flow.refuse(self.epoch, entry.id, "lost_with_server")
+                self._remove_payloads(trajectory)
+                self.worker.say("refused", f"segment {trajectory.member}: its ticket was trained before, it is dropped")
                 return
             segment = trajectory.load(self.reader.read)
             self._check_shapes(segment)
@@ -276,7 +281,7 @@ class Trainer:
         if time.monotonic() < self._next_miss_s:
             return
         self._next_miss_s = time.monotonic() + self.config.flow.lease_s
-        for member in self.flow.miss(self.epoch):
+        for member in self.flow.miss(self.epoch, self._held):
             self.worker.say("poisoned", f"segment {member}: somebody removed its entry from the stream")
 
     def _remove_payloads(self, trajectory: Trajectory) -> None:
@@ -355,10 +360,10 @@ class Trainer:
             raise RunFailed(f"{self.worker.id}: told to end while Redis was unreachable; update {self.update} is void")
         self._manifest = manifest
         if answer == "missing":
-            self._void |= {held.trajectory.member for held in chosen}
             self.worker.look_again()
         for held in chosen:
             del self._held[held.trajectory.member]
+        self._remember([held.trajectory.segment.ticket for held in chosen])
         self._trained += 0 if skipped else len(chosen)
         self._skipped += len(chosen) if skipped else 0
         self.worker.version, self.worker.progress = self.version, self.update
@@ -369,6 +374,11 @@ class Trainer:
             else:
                 with contextlib.suppress(*UNREACHABLE):
                     self._remove_payloads(held.trajectory)
+
+    def _remember(self, tickets: Sequence[int]) -> None:
+        self._lineage |= dict.fromkeys(tickets)
+        for ticket in list(self._lineage)[:-TICKETS_REMEMBERED]:
+            del self._lineage[ticket]
 
     def _record(self, chosen: list[_Held], result: UpdateResult) -> None:
         """One line per update in updates.jsonl: which segments it consumed, in the order they were trained in."""
@@ -432,6 +442,21 @@ class Trainer:
             f"no {' and no '.join(missing)} is alive" if missing else "all roles are alive; see `vla-stream status`"
         )
         self.worker.say("waiting", f"trainer has no data for {SAY_WAITING_S:g} s: {reason}")
+
+
+def trained_tickets(file: Path, update: int) -> list[int]:
+    """The tickets that the lineage up to `update` was trained on, as updates.jsonl tells; damaged lines are skipped."""
+    lineage: dict[int, list[int]] = {}
+    with contextlib.suppress(OSError), file.open("rb") as lines:
+        for line in lines:
+            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+                record = json.loads(line)
+                number, tickets = int(record["update"]), [int(str(m).partition(".")[0]) for m in record["segments"]]
+                # A later trainer repeats what was rolled back: from its first update on, the older lineage is gone.
+                while lineage and next(reversed(lineage)) >= number:
+                    lineage.popitem()
+                lineage[number] = tickets
+    return [ticket for number, used in lineage.items() if number <= update for ticket in used]
 
 
 def make_learner(

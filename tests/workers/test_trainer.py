@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from vla_stream.streams.trajectories import Episode, Trajectory
 from vla_stream.streams.weights import WeightsManifest
 from workers import trainer as trainer_module
 from workers.models import make_policy
-from workers.trainer import Trainer, make_learner
+from workers.trainer import Trainer, make_learner, trained_tickets
 
 T, K, H, A = 3, 2, 2, 2
 original_save = checkpoint.save
@@ -124,6 +125,15 @@ class Bench:
 
 
 Make = Callable[..., Bench]
+
+
+def lose_everything(bench: Bench, seen: LastSeen) -> str:
+    """What a flush and the launcher's answer to it leave; returns the new generation."""
+    bench.client.delete(*bench.client.scan_iter(match=bench.run.keys.everything_pattern))
+    assert bench.run.flow.create(bench.config, seen)
+    state = bench.run.flow.state()
+    assert state is not None
+    return state.generation
 
 
 @pytest.fixture
@@ -307,15 +317,17 @@ def test_f19_a_trainer_whose_commit_a_failover_lost_is_fenced_and_its_successor_
     run.client.delete(*run.client.scan_iter(match=run.keys.everything_pattern))
     for key, state in behind.items():
         run.client.restore(key, 0, state)
+    trainer.recover()
+    assert not trainer.step(None) and bench.waiting() == 0, "what it trained on before is dropped"
+    bench.feed()
     with pytest.raises(Expired, match="its update 2 is void"):
         for _ in range(3):
             trainer.step(None)
 
     again = bench.trainer()
     assert (again.update, again.epoch) == (1, 2) and again.version > lost.version
-    while run.flow.books().in_flight:
-        assert again.step(None)
-    assert again.update == 2 and run.flow.books().balance == 0
+    assert again.step(None) and again.update == 2
+    assert run.flow.books().in_flight == 0 and run.flow.books().balance == 0
     bench.feed(version=again.version)
     assert again.step(None) and run.flow.books().balance == 0
 
@@ -461,10 +473,64 @@ def test_no_version_names_two_weights_although_server_and_checkpoint_remember_ol
         assert trainer.step(None)
     assert trainer.version == 4
     # The launcher was frozen for these three updates, the server loses everything, and the trainer dies with it.
-    run.client.delete(*run.client.scan_iter(match=run.keys.everything_pattern))
-    assert run.flow.create(bench.config, seen)
+    lose_everything(bench, seen)
     again = bench.trainer()
     assert (again.update, again.version) == (0, 5)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_trained_segment_that_a_simulator_registers_anew_after_a_flush_is_not_trained_again(
+    make: Make, run: Run, restarted: bool
+) -> None:
+    bench = make(updates=10, trainer__checkpoint_every=1)
+    trainer = bench.trainer()
+    permits = bench.feed()
+    assert trainer.step(None)
+    state = run.flow.state()
+    assert state is not None
+    generation = lose_everything(bench, LastSeen(state, run.flow.books()))
+    # Its simulator was frozen: it never heard that its segment was added, nor that it was trained.
+    assert run.flow.register(generation, [permits[0].member], 30.0) == 1
+    bench.publish(permits[0])
+    if restarted:
+        trainer = bench.trainer()
+    else:
+        trainer.start_anew()
+    for _ in range(3):
+        assert not trainer.step(None)
+    assert bench.waiting() == 0 and "its ticket was trained before" in str(run.events())
+    books = run.flow.books()
+    assert (books.outcomes["refused"], books.outcomes["trained"], books.balance) == (0, 2, 0)
+    run.client.hset(run.keys.flow, "hold_until_ms", 0)
+    assert all(permit.ticket > permits[-1].ticket for permit in bench.permits(4)), "nor is its number given out again"
+
+
+def test_the_tickets_of_a_lineage_are_those_of_the_last_trainer_that_made_each_update(tmp_path: Path) -> None:
+    file = tmp_path / "updates.jsonl"
+    assert trained_tickets(file, 9) == []
+    lines = [(1, "1.1"), (2, "2.1"), (3, "3.1"), (2, "4.2"), (3, "5.1"), (4, "6.1")]
+    text = [json.dumps({"update": number, "segments": [member]}) for number, member in lines]
+    file.write_text("\n".join([*text[:3], "{", "7", '{"update": 3}', *text[3:]]) + "\n" + text[0][:9])
+    assert trained_tickets(file, 3) == [1, 4, 5]
+
+
+def test_f21_segments_that_were_taken_before_somebody_removed_their_stream_are_trained_and_not_made_again(
+    make: Make, run: Run
+) -> None:
+    bench = make(updates=10, flow__lease_s=0.01)
+    trainer = bench.trainer()
+    (first,) = bench.feed(count=1)
+    assert not trainer.step(None)
+    run.client.delete(run.keys.trajectories)
+    for _ in range(3):
+        assert not trainer.step(None)
+        time.sleep(0.02)  # MISS is asked once per lease
+    (second,) = bench.permits(1)
+    assert second.ticket > first.ticket
+    bench.publish(second)
+    assert trainer.step(None) or trainer.step(None)
+    books = run.flow.books()
+    assert (books.outcomes["trained"], books.outcomes["poisoned"], books.balance) == (2, 0, 0)
 
 
 def test_a_run_all_of_whose_segments_are_unusable_ends_and_says_why(make: Make, run: Run) -> None:

@@ -29,12 +29,13 @@ local function refund(refunded, books, member)
     redis.call('ZADD', refunded, ticket, member)
   end
 end
--- A published segment that will not be trained: counted under `counter`, its ticket given back.
+-- A published segment that will not be trained: counted under `counter`, its ticket given back (but for one that was
+-- trained before the server lost it, whose number must not be trained again).
 local function unpublish(published, entries, refunded, books, member, counter)
   redis.call('HDEL', entries, member)
   redis.call('ZREM', published, member)
   redis.call('HINCRBY', books, counter, 1)
-  refund(refunded, books, member)
+  if counter ~= 'lost_with_server' then refund(refunded, books, member) end
 end
 -- A trained segment is done with: acknowledged, deleted, forgotten.
 local function release(entries, trajectories, group, member, entry)
@@ -340,12 +341,15 @@ return 'foreign'
 MISS = Script(
     "miss",
     """
--- KEYS flow published entries refunded books trajectories | ARGV epoch
+-- KEYS flow published entries refunded books trajectories | ARGV epoch taken…
 -- Published segments whose entry somebody removed from the stream (F17, F21): counted as poisoned, given out again.
+-- Those that the trainer has taken are in its memory, and will be trained.
 if redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[1] then return {} end
+local taken = {}
+for i = 2, #ARGV do taken[ARGV[i]] = true end
 local all, missing = redis.call('HGETALL', KEYS[3]), {}
 for i = 1, #all, 2 do
-  local waits = redis.call('ZSCORE', KEYS[2], all[i])
+  local waits = not taken[all[i]] and redis.call('ZSCORE', KEYS[2], all[i])
   if waits and #redis.call('XRANGE', KEYS[6], all[i + 1], all[i + 1]) == 0 then
     unpublish(KEYS[2], KEYS[3], KEYS[4], KEYS[5], all[i], 'poisoned')
     missing[#missing + 1] = all[i]
