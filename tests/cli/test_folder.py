@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -88,3 +90,24 @@ def test_the_url_is_readable_by_its_owner_only_and_goes_with_the_run(config: Con
     assert file.stat().st_mode & 0o777 == 0o600
     folder.close()
     assert not file.exists()
+
+
+def test_the_url_is_there_whole_or_not_at_all(config: Config) -> None:
+    folder = RunFolder.open(config, name=None, resume=False)
+    url = "redis://host:1/0"
+    seen: set[str] = set()
+    writing = threading.Event()
+
+    def look() -> None:
+        while not writing.is_set():
+            with contextlib.suppress(FileNotFoundError):
+                seen.add((folder.path / "redis.url").read_text())
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    for _ in range(500):
+        folder.write_url(url)
+    writing.set()
+    thread.join()
+    folder.close()
+    assert seen == {f"{url}\n"}

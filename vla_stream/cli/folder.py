@@ -74,10 +74,12 @@ class RunFolder:
 
     def write_url(self, url: str) -> None:
         """So that other commands find the server; readable by this user only, since it may hold a password."""
-        file = self.path / URL_FILE
-        file.unlink(missing_ok=True)
-        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as out:
+        unfinished = self.path / f".{URL_FILE}"
+        unfinished.unlink(missing_ok=True)
+        with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as out:
             out.write(url + "\n")
+        # Whole or not at all: whoever waits for it reads it as soon as it is there.
+        unfinished.replace(self.path / URL_FILE)
 
     def close(self) -> None:
         (self.path / URL_FILE).unlink(missing_ok=True)
