@@ -29,10 +29,11 @@ class Line:
         fault: Fault = Field(default="", description="What a row does that was reset from fault_seed.")
         fault_seed: int = Field(default=0, description="That seed.")
         fault_step: int = Field(default=0, description="In this step since its reset; 0: in the reset.")
-        fault_once: str = Field(default="", description="A file: fail while it exists, and remove it.")
+        fault_once: str = Field(default="", description="A file: fail while it exists, from fault_step on; remove it.")
         start: float | None = Field(default=None, description="First distance to the goal; default: by the seed.")
         step_s: float = Field(default=0.0, description="Duration of a step.")
         refuse: bool = Field(default=False, description="Cannot be made.")
+        image_size: int = Field(default=16, description="Height and width of its image.")
 
     rows_per_process: ClassVar[int | None] = None
     whole_batch: ClassVar[bool] = False
@@ -41,7 +42,7 @@ class Line:
         if options.refuse:
             raise RuntimeError("no such line")
         self.rows, self.max_steps, self.options = rows, max_steps, options
-        self.specification = Specification({"front": (16, 16)}, S, A)
+        self.specification = Specification({"front": (options.image_size, options.image_size)}, S, A)
         self.seeds = np.zeros(rows, dtype=np.uint64)
         self.position, self.goal = np.zeros(rows), np.zeros(rows)
         self.steps = np.zeros(rows, dtype=np.int64)
@@ -79,7 +80,8 @@ class Line:
 
     def _observe(self) -> Observations:
         level = np.clip(128 + 60 * self.position, 0, 255).astype(np.uint8)
-        image = np.repeat(level, 16 * 16 * 3).reshape(self.rows, 16, 16, 3)
+        size = self.options.image_size
+        image = np.repeat(level, size * size * 3).reshape(self.rows, size, size, 3)
         state = np.stack([self.position, self.goal, self.steps / self.max_steps], axis=1).astype(np.float32)
         return Observations({"front": image}, state, [f"go to {goal:.2f}" for goal in self.goal])
 
@@ -87,7 +89,7 @@ class Line:
         options = self.options
         due = touched & (self.seeds == options.fault_seed) & (self.steps == options.fault_step)
         if options.fault_once:
-            due = touched & Path(options.fault_once).exists()
+            due = touched & (self.steps >= options.fault_step) & Path(options.fault_once).exists()
         if not options.fault or not due.any():
             return good
         if options.fault_once:

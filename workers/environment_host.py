@@ -5,13 +5,14 @@ environment's `rows_per_process` asks for); `LocalHost` keeps them in this proce
 thing at a time: `start_reset` or `start_chunk`, then `poll` until it is done.
 
 Parent and child talk in packets of broker/codec.py over a socket pair; the child's side is environment_process.py. It
-watches its own steps; the parent's deadline is for a child that is stopped altogether.
+watches its own steps, and says what it begins; the parent's deadline is for a child that is stopped altogether.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -19,7 +20,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import wait
 from typing import Protocol
 
 import numpy as np
@@ -32,7 +33,12 @@ from vla_stream.environments.protocol import Observations, Specification
 from vla_stream.errors import BadMessage, EnvironmentFailed, InputError, RunFailed
 from vla_stream.streams.observations import unpack_observations
 from vla_stream.streams.specification import specification_from_json
+from workers.environment_process import RESETS, STEPS
+from workers.packets import Packets
 from workers.processes import RESTARTS_AT_ONCE, RestartBudget
+
+GRACE_S = 1.0  # the child's own alarm comes first: it knows where it hangs
+REAP_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +73,8 @@ class Host(Protocol):
     def poll(self) -> Outcome | None:
         """The outcome once it is there. Raises RunFailed when processes keep failing."""
 
-    def waitables(self) -> list[Connection]:
-        """What becomes readable when `poll` may have something."""
+    def waitables(self) -> list[int]:
+        """File descriptors that become readable when `poll` may have something."""
 
     def close(self) -> None:
         """End all processes. Idempotent."""
@@ -97,7 +103,7 @@ class LocalHost:
         outcome, self._outcome, self.busy = self._outcome, None, False
         return outcome
 
-    def waitables(self) -> list[Connection]:
+    def waitables(self) -> list[int]:
         return []
 
     def close(self) -> None:
@@ -143,7 +149,7 @@ class ProcessHost:
         for index in self._waiting():
             child = self._children[index]
             try:
-                reply = child.poll(self._deadline_s(child))
+                reply = child.poll()
             except EnvironmentFailed as exc:
                 self._replace(index, str(exc))
                 continue
@@ -151,8 +157,8 @@ class ProcessHost:
                 self._replies[index] = reply
         return None if self._waiting() else self._finish()
 
-    def waitables(self) -> list[Connection]:
-        return [self._children[index].connection for index in self._waiting()]
+    def waitables(self) -> list[int]:
+        return [self._children[index].fileno() for index in self._waiting()]
 
     def close(self) -> None:
         for child in self._children:
@@ -171,14 +177,8 @@ class ProcessHost:
             part = slice(child.rows.start, child.rows.stop)
             if wanted[part].any():
                 self._asked.append(index)
-                child.send(pack({name: array[part] for name, array in arrays.items()}, {"operation": operation}))
-
-    def _deadline_s(self, child: _Child) -> float:
-        simulators = self._config.simulators
-        if not child.ready or not self._is_chunk:
-            return simulators.start_deadline_s
-        # In a chunk rows may be reset; and the child's own alarm, step by step, comes first.
-        return simulators.step_deadline_s * (self._horizon + 1) + simulators.start_deadline_s
+                packet = pack({name: array[part] for name, array in arrays.items()}, {"operation": operation})
+                child.send(packet, STEPS if self._is_chunk else RESETS)
 
     def _replace(self, index: int, cause: str) -> None:
         child = self._children[index]
@@ -240,9 +240,8 @@ class ProcessHost:
     def _await_specification(self) -> Specification:
         found = []
         for child in self._children:
-            while not child.ready:
-                if child.poll(self._config.simulators.start_deadline_s) is None and not child.ready:
-                    child.connection.poll(0.1)
+            while child.poll() is None and not child.ready:
+                wait([child.fileno()], timeout=0.1)
             found.append(child.specification)
         first = found[0]
         assert first is not None
@@ -253,20 +252,26 @@ class _Child:
     """One child process with some rows. Commands may be sent before it is ready; replies come in order."""
 
     def __init__(self, environment: Environment, simulators: Simulators, rows: range) -> None:
-        self.rows, self._step_deadline_s = rows, simulators.step_deadline_s
+        self.rows = rows
         self.specification: Specification | None = None
+        self._deadlines_s = {STEPS: simulators.step_deadline_s, RESETS: simulators.start_deadline_s}
         ours, theirs = socket.socketpair()
+        self._beginnings, pipe = os.pipe()
+        os.set_blocking(self._beginnings, False)
+        os.set_blocking(pipe, False)
         task = {
             "environment": environment.model_dump(mode="json"),
             "rows": len(rows),
             "step_deadline_s": simulators.step_deadline_s,
             "start_deadline_s": simulators.start_deadline_s,
         }
-        command = [sys.executable, "-m", "workers.environment_process", str(theirs.fileno()), json.dumps(task)]
-        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        passed = [theirs.fileno(), pipe]
+        command = [sys.executable, "-m", "workers.environment_process", *map(str, passed), json.dumps(task)]
+        self._process = subprocess.Popen(command, pass_fds=passed, stdin=subprocess.DEVNULL)
         theirs.close()
-        self.connection = Connection(ours.detach())
-        self._busy_since_s = time.monotonic()
+        os.close(pipe)
+        self._packets = Packets(ours)
+        self._expect(RESETS)
 
     @property
     def ready(self) -> bool:
@@ -276,43 +281,65 @@ class _Child:
     def pid(self) -> int:
         return self._process.pid
 
-    def send(self, packet: bytes) -> None:
-        self._busy_since_s = time.monotonic()
-        # Should it have died, the next poll says so with the reason.
-        with contextlib.suppress(OSError):
-            self.connection.send_bytes(packet)
+    def fileno(self) -> int:
+        return self._packets.fileno()
 
-    def poll(self, deadline_s: float) -> bytes | None:
+    def send(self, packet: bytes, what: bytes) -> None:
+        """what: STEPS or RESETS, the first thing that it has to do."""
+        self._expect(what if self.ready else RESETS)
+        # Should it have died, or not read, the next poll says so with the reason.
+        with contextlib.suppress(OSError):
+            self._packets.send(packet, self._deadlines_s[STEPS])
+
+    def poll(self) -> bytes | None:
         """The reply, or None while it works. Raises EnvironmentFailed: dead, hung, raised."""
+        before = self._packets.unfinished_bytes
         try:
-            while self.connection.poll(0):
-                packet = self.connection.recv_bytes()
+            while (packet := self._packets.receive(wait=False)) is not None:
+                _, meta = unpack(packet)
+                if "error" in meta:
+                    raise EnvironmentFailed(str(meta["error"]))
                 if self.ready:
-                    _, meta = unpack(packet)
-                    if "error" in meta:
-                        raise EnvironmentFailed(str(meta["error"]))
                     return packet
-                self._greet(packet)
+                self._greet(meta)
         except (EOFError, OSError) as exc:
             raise EnvironmentFailed(self._exit_reason()) from exc
-        if time.monotonic() - self._busy_since_s > deadline_s:
-            raise EnvironmentFailed(f"no answer for {deadline_s:g} s, it hangs; see simulators.step_deadline_s")
+        except BadMessage as exc:
+            raise EnvironmentFailed(f"its answer is damaged: {exc}") from exc
+        self._watch(moved=self._packets.unfinished_bytes != before)
         return None
 
     def kill(self) -> None:
-        self.connection.close()
+        self._packets.close()
+        if self._beginnings >= 0:
+            os.close(self._beginnings)
+            self._beginnings = -1
         if self._process.poll() is None:
             self._process.kill()
-        self._process.wait()
+        # One that hangs in a driver does not even die of SIGKILL: it must not take its parent along.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(REAP_S)
 
-    def _greet(self, packet: bytes) -> None:
-        _, meta = unpack(packet)
+    def _expect(self, what: bytes) -> None:
+        self._allowed_s = self._deadlines_s[what]
+        self._due_s = time.monotonic() + self._allowed_s
+
+    def _watch(self, *, moved: bool) -> None:
+        with contextlib.suppress(BlockingIOError):
+            if begun := os.read(self._beginnings, 4096):
+                self._expect(STEPS if begun.endswith(STEPS) else RESETS)
+        if moved:
+            self._expect(STEPS)
+        if time.monotonic() > self._due_s + GRACE_S:
+            raise EnvironmentFailed(
+                f"no sign of life for {self._allowed_s:g} s, it hangs; see simulators.step_deadline_s"
+            )
+
+    def _greet(self, meta: dict[str, object]) -> None:
         if "refused" in meta:
             raise InputError(str(meta["refused"]))
-        if "error" in meta:
-            raise EnvironmentFailed(str(meta["error"]))
         self.specification = specification_from_json(str(meta["specification"]))
-        self._busy_since_s = time.monotonic()
+        self._expect(RESETS)
 
     def _exit_reason(self) -> str:
         try:
@@ -321,7 +348,7 @@ class _Child:
             return "process closed its pipe; its log has the cause"
         if code == -signal.SIGALRM:
             return (
-                f"a step took longer than simulators.step_deadline_s, {self._step_deadline_s:g} s, "
+                f"a step took longer than simulators.step_deadline_s, {self._deadlines_s[STEPS]:g} s, "
                 "or a reset longer than simulators.start_deadline_s: it hangs; the log shows where"
             )
         ended = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -1,7 +1,8 @@
-"""An environment in a child process, for ProcessHost: `python -m workers.environment_process <socket> <task as JSON>`.
+"""An environment in a child process, for ProcessHost: `python -m workers.environment_process <socket> <pipe> <task>`.
 
 It answers packets of broker/codec.py, and ends when the socket closes. It sets the kernel's alarm clock before each
-step and reset: one that hangs writes all threads' tracebacks into the log and ends, even when a C library hangs.
+step and reset: one that hangs writes all threads' tracebacks into the log and ends, even when a C library hangs. A byte
+into the pipe says which of them begins, for a parent that watches whether this process moves at all.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ import faulthandler
 import json
 import os
 import signal
+import socket
 import sys
 import traceback
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 
 import numpy as np
 
@@ -27,38 +28,42 @@ from vla_stream.errors import InputError
 from vla_stream.streams.observations import pack_observations
 from vla_stream.streams.specification import specification_to_json
 from workers.lifeline import die_with_parent
+from workers.packets import Packets
+
+STEPS, RESETS = b"s", b"r"  # what begins; it takes as long as simulators.step_deadline_s, start_deadline_s allow
 
 
 class _Watched:
     """The environment in a child process, each step and reset under the alarm."""
 
-    def __init__(self, batch: EnvironmentBatch, step_deadline_s: float, start_deadline_s: float) -> None:
+    def __init__(self, batch: EnvironmentBatch, deadlines_s: dict[bytes, float], beginnings: int) -> None:
         self.specification = batch.specification
-        self._batch, self._step_deadline_s, self._start_deadline_s = batch, step_deadline_s, start_deadline_s
+        self._batch, self._deadlines_s, self._beginnings = batch, deadlines_s, beginnings
 
     def reset(self, mask: np.ndarray, seeds: np.ndarray) -> Observations:
-        with _alarm(self._start_deadline_s):
+        with self._alarm(RESETS):
             return self._batch.reset(mask, seeds)
 
     def step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
-        with _alarm(self._step_deadline_s):
+        with self._alarm(STEPS):
             return self._batch.step(actions, active)
 
     def packed(self, observations: Observations, *, after_reset: bool = False) -> np.ndarray:
         """u8[bytes]. Images may be rendered only now, and renderers are what hangs most (F40)."""
-        with _alarm(self._start_deadline_s if after_reset else self._step_deadline_s):
+        with self._alarm(RESETS if after_reset else STEPS):
             packet = pack_observations(read_images(observations, self.specification))
         return np.frombuffer(packet, dtype=np.uint8)
 
-
-@contextlib.contextmanager
-def _alarm(deadline_s: float) -> Iterator[None]:
-    """SIGALRM ends this process when the body takes longer."""
-    signal.setitimer(signal.ITIMER_REAL, deadline_s)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+    @contextlib.contextmanager
+    def _alarm(self, what: bytes) -> Iterator[None]:
+        """SIGALRM ends this process when the body takes longer."""
+        with contextlib.suppress(OSError):  # full, when the parent does not look: it knows enough then
+            os.write(self._beginnings, what)
+        signal.setitimer(signal.ITIMER_REAL, self._deadlines_s[what])
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _answer(batch: _Watched, packet: bytes) -> bytes:
@@ -81,31 +86,33 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     faulthandler.register(signal.SIGALRM, all_threads=True, chain=True)  # tell where, then die of it
-    connection = Connection(int(sys.argv[1]))
-    task = json.loads(sys.argv[2])
+    packets, beginnings = Packets(socket.socket(fileno=int(sys.argv[1]))), int(sys.argv[2])
+    task = json.loads(sys.argv[3])
     try:
         batch = plugins.make_batch(Environment.model_validate(task["environment"]), int(task["rows"]))
     except InputError as exc:
-        connection.send_bytes(pack({}, {"refused": str(exc)}))
+        packets.send(pack({}, {"refused": str(exc)}))
         return
     except Exception as exc:
         traceback.print_exc()
-        connection.send_bytes(pack({}, {"error": _cause(exc)}))
+        packets.send(pack({}, {"error": _cause(exc)}))
         return
-    connection.send_bytes(pack({}, {"specification": specification_to_json(batch.specification)}))
-    watched = _Watched(batch, float(task["step_deadline_s"]), float(task["start_deadline_s"]))
+    packets.send(pack({}, {"specification": specification_to_json(batch.specification)}))
+    deadlines_s = {STEPS: float(task["step_deadline_s"]), RESETS: float(task["start_deadline_s"])}
+    watched = _Watched(batch, deadlines_s, beginnings)
     while True:
         try:
-            packet = connection.recv_bytes()
+            packet = packets.receive(wait=True)
         except (EOFError, OSError):
             break
+        assert packet is not None
         try:
             reply = _answer(watched, packet)
         except Exception as exc:
             # The environment is someone else's code: whatever it raises is reported, and this process is replaced.
             traceback.print_exc()
             reply = pack({}, {"error": _cause(exc)})
-        connection.send_bytes(reply)
+        packets.send(reply)
     batch.close()
 
 

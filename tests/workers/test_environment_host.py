@@ -142,15 +142,29 @@ def test_f40_an_environment_that_hangs_is_replaced_in_time_and_fails_its_own_row
     assert not chunk(host, ~outcome.failed).failed.any()
 
 
-def test_f40_a_stopped_process_is_replaced_too(make: Make) -> None:
-    host = make("fakes:Line", step_deadline_s=0.2, start_deadline_s=5.0)
+@pytest.mark.parametrize("when", ["before it reads", "while it sends"])
+def test_f40_a_process_that_is_stopped_holds_nobody_up_for_longer_than_one_that_hangs(make: Make, when: str) -> None:
+    """No alarm ends it then, and what it reads and sends is more than a socket holds."""
+    deadline_s = 0.4
+    host = make("fakes:LinePairs", image_size=512, step_deadline_s=deadline_s, start_deadline_s=60.0)
     reset(host)
-    host._config = host._config.model_copy(
-        update={"simulators": host._config.simulators.model_copy(update={"start_deadline_s": 0.2})}
-    )
-    os.kill(host._children[0].pid, signal.SIGSTOP)
-    outcome = chunk(host)
-    assert outcome.failed.all() and "no answer" in outcome.causes[0]
+    assert not chunk(host).failed.any()
+    stopped = host._children[0].pid
+    if when == "before it reads":
+        os.kill(stopped, signal.SIGSTOP)
+    started_s = time.monotonic()
+    host.start_chunk(np.zeros((ROWS, 100_000, 2), dtype=np.float32), ALL, ~ALL, SEEDS)
+    if when == "while it sends":
+        # The chunk ends with the episode. As long as nobody reads, what is there to be read is not all of the answer.
+        assert wait(host.waitables()[:1], timeout=DEADLINE_S)
+        started_s = time.monotonic()
+        os.kill(stopped, signal.SIGSTOP)
+    outcome = finish(host)
+    assert time.monotonic() - started_s < deadline_s + 2.0
+    assert outcome.failed.tolist() == [True, True, False, False]
+    assert "no sign of life for 0.4 s" in outcome.causes[0] and "rows 0 to 1" in outcome.causes[0]
+    assert not running(stopped)
+    assert not reset(host, outcome.failed).failed.any()
 
 
 CAUSES = {

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from live_run import Run
@@ -37,7 +38,7 @@ class Whole:
         )
         self.supervisor = Supervisor(run.url, run.name, run.folder, lease_s=LEASE_S, shm=run.shm)
         self.told: list[Notice] = []
-        for role, count in (("trainer", 1), ("generator", 1), ("simulator", 2)):
+        for role, count in (("trainer", 1), ("generator", 1), ("simulator", self.config.simulators.count)):
             self.supervisor.launch(role, count)
 
     def until(self, condition: Callable[[], object]) -> None:
@@ -50,6 +51,11 @@ class Whole:
     def update(self) -> int:
         state = self.run.flow.state()
         return 0 if state is None else state.update
+
+    def segments(self) -> int:
+        """Published so far, of whatever became of them."""
+        stream: Any = self.run.client.xinfo_stream(self.run.keys.trajectories)
+        return int(stream["entries-added"])
 
     def kill(self, worker_id: str) -> None:
         process = self.supervisor.children[worker_id].process
@@ -130,6 +136,34 @@ def test_f41_a_killed_environment_process_costs_its_own_segments_only(whole: Cal
     bench.finish()
     assert "crashed" not in bench.kinds()
     assert "process ended with signal SIGKILL" in str(bench.run.events())
+
+
+def test_f40_a_run_whose_environment_hangs_in_step_50_of_one_child_goes_on_within_its_deadline_and_two_seconds(
+    whole: Callable[..., Whole], tmp_path: Path
+) -> None:
+    deadline_s = 1.5
+    hang = tmp_path / "hang"
+    hang.touch()
+    # Its goal is too far away for an episode to end before its 64th step.
+    options = {"step_s": 0.002, "fault": "hang", "fault_once": str(hang), "fault_step": 50, "start": 40.0}
+    bench = whole(
+        updates=10_000,
+        environment__max_steps=64,
+        environment__options=options,
+        simulators__count=1,
+        simulators__step_deadline_s=deadline_s,
+    )
+    bench.until(lambda: not hang.exists())
+    hung_s, before = time.monotonic(), bench.segments()
+    assert bench.run.flow.books().outcomes["aborted"] == 0
+    bench.until(lambda: bench.segments() > before)
+    assert deadline_s - 0.5 < time.monotonic() - hung_s < deadline_s + 2.0
+    # The two rows that hung cost their own slot's segment, and that slot works again.
+    bench.until(lambda: bench.segments() > before + 12)
+    books = bench.run.flow.books()
+    assert books.outcomes["aborted"] == 1 and books.balance == 0
+    assert "a step took longer than simulators.step_deadline_s, 1.5 s" in str(bench.run.events())
+    assert "crashed" not in bench.kinds()
 
 
 def test_f49_files_of_a_killed_simulator_in_dev_shm_are_swept(whole: Callable[..., Whole]) -> None:
