@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+from fakes import POISON
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -16,14 +19,13 @@ from vla_stream.config import Section
 from vla_stream.environments.protocol import Observations, Specification
 from vla_stream.policies.protocol import Act, Evaluation, row_noise
 
-POISON = 77.0  # a state that no environment of fakes.py has
-
 
 class Linear(nn.Module):
     """A shared linear trunk over state and mean image, a Gaussian action head with one log-std, a value head."""
 
     class Options(Section):
         hang_once: str = Field(default="", description="A file: while it exists, remove it and hang in act.")
+        poison: Literal["raise", "exit", "segfault"] = Field(default="raise", description="What a POISON state does.")
         loss: Literal["finite", "nan"] = Field(default="finite", description="nan: no update ever succeeds.")
 
     def __init__(self, options: Linear.Options, specification: Specification, chunk: int) -> None:
@@ -46,7 +48,13 @@ class Linear(nn.Module):
             Path(self.options.hang_once).unlink()
             time.sleep(3600)
         if (observations.state == POISON).any():
-            raise ValueError("a state that no policy digests")
+            match self.options.poison:
+                case "raise":
+                    raise ValueError("a state that no policy digests")
+                case "exit":
+                    os._exit(9)
+                case "segfault":
+                    os.kill(os.getpid(), signal.SIGSEGV)
         with torch.no_grad():
             normal, values = self._heads(observations)
             actions = normal.mean

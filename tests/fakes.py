@@ -15,8 +15,9 @@ from vla_stream.config import Section
 from vla_stream.environments.protocol import Observations, Specification, StepResult
 
 S, A = 3, 2
+POISON = 77.0  # no position, goal or step is that large
 
-Fault = Literal["", "hang", "raise", "nan", "shape", "dtype", "image", "kill", "exit"]
+Fault = Literal["", "hang", "raise", "nan", "shape", "dtype", "image", "kill", "exit", "poison"]
 
 
 class Line:
@@ -89,11 +90,16 @@ class Line:
         options = self.options
         due = touched & (self.seeds == options.fault_seed) & (self.steps == options.fault_step)
         if options.fault_once:
-            due = touched & (self.steps >= options.fault_step) & Path(options.fault_once).exists()
+            due = touched & (self.steps >= options.fault_step)
+        if options.fault == "poison":
+            due &= self.steps == 0  # what a policy is sure to be asked about
         if not options.fault or not due.any():
             return good
         if options.fault_once:
-            Path(options.fault_once).unlink()
+            try:
+                Path(options.fault_once).unlink()
+            except FileNotFoundError:
+                return good
         match options.fault:
             case "hang":
                 time.sleep(3600)
@@ -105,6 +111,8 @@ class Line:
                 os._exit(7)
             case "nan":
                 return Observations(good.images, np.full_like(good.state, np.nan), good.instruction)
+            case "poison":
+                return Observations(good.images, np.full_like(good.state, POISON), good.instruction)
             case "shape":
                 return Observations(good.images, good.state[:, :2], good.instruction)
             case "dtype":

@@ -25,7 +25,7 @@ from vla_stream.errors import BadMessage, RunFailed
 from vla_stream.policies.protocol import Act, Policy
 from vla_stream.streams.actions import ActionReply, check_act
 from workers.models import WeightsReader, await_specification, make_policy, torch_device
-from workers.requests import Answerer, Answers, Batch, Collector, collate
+from workers.requests import Answerer, Answers, Batch, Collector, collate, is_suspect
 from workers.worker import BLOCK_S, Worker, run_process
 
 POLL_S = 0.0005  # between two looks while a batch fills: BLOCK's own deadline would be late by up to 10 ms
@@ -64,6 +64,9 @@ class Generator:
     def infer(self, batch: Batch) -> Answers:
         """Actions for one batch, by weights no older than it demands."""
         self.swap(batch.min_version)
+        suspect = batch.works[0].entry  # and then the only one
+        if is_suspect(suspect):
+            self.worker.patiently(lambda: self.answerer.begin_trial(suspect))
         started_s = time.monotonic()
         keys = None if batch.mode == "mode" else batch.noise_keys
         try:

@@ -10,7 +10,7 @@ from collections import deque
 from pathlib import Path
 
 TAIL_BYTES = 65536
-RESTARTS_AT_ONCE = 3
+RESTARTS_AT_ONCE = 5  # one request that ends its generator does it up to four times: see MAX_DELIVERIES in requests.py
 RESTARTS_PER_MINUTE = 3
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -25,7 +26,8 @@ from workers.worker import Worker
 
 SWEEP_S = 60.0
 TAKEN_OVER_AT_ONCE = 16
-MAX_DELIVERIES = 3  # more often delivered: it may be what killed its readers, so it endangers no others (F16)
+MAX_DELIVERIES = 3
+TRIAL_S = 3600  # longer than a generator takes to load its model again
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,8 @@ class Collector:
         request: ObsRequest | None = None
         try:
             request = ObsRequest.from_fields(entry.fields)
+            if is_suspect(entry) and self.client.exists(self.worker.keys.trial(entry.id)):
+                raise BadMessage("served alone, it left its generator without a reply; it is not served again")
             data = request.payload if request.payload is not None else self.reader.read(request.ref)
             observations = unpack_observations(data, request.n)
             self.batcher.add(
@@ -186,6 +190,8 @@ class Answerer:
                 stream = self.worker.keys.actions(reply.id.simulator)
                 pipe.xadd(stream, reply.to_fields(), nomkstream=True)  # type: ignore[arg-type]
             self.queue.queue_done(pipe, [entry.id for entry, _ in answers])
+            if trials := self._trials(answers):
+                pipe.delete(*trials)
             pipe.execute()
 
     def _send_although_full(self, answers: Answers) -> None:
@@ -193,10 +199,25 @@ class Answerer:
             keys = [self.worker.keys.actions(reply.id.simulator), self.queue.stream]
             fields = [item for pair in reply.to_fields().items() for item in pair]
             self.queue.scripts.call(ANSWER, keys, [self.queue.group, entry.id, *fields])
+        if trials := self._trials(answers):
+            self.client.delete(*trials)
+
+    def begin_trial(self, entry: Entry) -> None:
+        """A mark until this suspect has its answer: should it end this process, its next reader finds it (F16)."""
+        with contextlib.suppress(OUT_OF_MEMORY):  # a server that is full must be served all the more
+            self.worker.client.set(self.worker.keys.trial(entry.id), self.worker.id, ex=TRIAL_S)
+
+    def _trials(self, answers: Answers) -> list[str]:
+        return [self.worker.keys.trial(entry.id) for entry, _ in answers if is_suspect(entry)]
+
+
+def is_suspect(entry: Entry) -> bool:
+    """Delivered too often: it may be what ended its readers, so it is served alone."""
+    return entry.deliveries > MAX_DELIVERIES
 
 
 def _shape(entry: Entry, request: ObsRequest, observations: Observations) -> Hashable:
-    """Requests that may share a batch: same shapes, same mode. One that was delivered too often is served alone."""
+    """Requests that may share a batch: same shapes, same mode. A suspect is served alone."""
     images = tuple((name, image.shape[1:]) for name, image in sorted(observations.images.items()))
-    alone = entry.id if entry.deliveries > MAX_DELIVERIES else ""
+    alone = entry.id if is_suspect(entry) else ""
     return request.mode, images, observations.state.shape[1], alone

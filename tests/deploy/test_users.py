@@ -247,6 +247,12 @@ def test_f33_a_role_is_refused_what_is_not_its_work(user: str, port: int, admin:
             assert type(caught.value).__name__ == "NoPermissionError", command
 
 
+def test_f33_a_generator_may_mark_the_request_that_it_serves_alone(port: int, admin: Client) -> None:
+    with contextlib.closing(connect(url_of("generator", port), name="generator")) as client:
+        mark = Keys("r").trial("1-0")
+        assert client.set(mark, "generator-0", ex=60) and client.exists(mark) and client.delete(mark)
+
+
 def test_nobody_gets_in_without_a_name_and_a_password(port: int) -> None:
     for place in ("127.0.0.1", "simulator:wrong@127.0.0.1", "nobody:wrong@127.0.0.1"):
         with (

@@ -8,6 +8,7 @@ from vla_stream.streams.keys import Keys
 DEMO = Keys("demo")
 ALL = {
     "obs-requests": DEMO.obs_requests,
+    "trial:1700000000000-0": DEMO.trial("1700000000000-0"),
     "actions:simulator-0": DEMO.actions("simulator-0"),
     "trajectories": DEMO.trajectories,
     "weights": DEMO.weights,

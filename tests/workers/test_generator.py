@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_policies import POISON, Linear
-from fakes import Line
+from fake_policies import Linear
+from fakes import POISON, Line
 from live_run import Run
 
 from vla_stream.broker.connection import OUT_OF_MEMORY, UNREACHABLE, connect
@@ -383,19 +383,52 @@ def test_f16_when_one_after_the_other_fails_it_is_the_device_and_the_generator_e
     assert last not in [str(reply.id) for reply in bench.replies()] and bench.pending() == 1
 
 
-def test_f16_an_entry_that_was_delivered_too_often_is_served_alone(make: Make, run: Run) -> None:
-    bench = make(generators__max_wait_ms=10_000, generators__max_batch_size=4)
+def delivered(bench: Bench, times: int) -> str:
+    """The oldest request, as if generator-0 had read it so often and ended each time; returns its entry."""
+    stream = bench.run.keys.obs_requests
+    entries: Any = bench.run.client.xreadgroup("generators", "generator-7", {stream: ">"}, count=1)
+    (identity, _) = entries[0][1][0]
+    bench.run.client.xclaim(stream, "generators", "generator-0", 0, [identity], retrycount=times)
+    return str(identity.decode())
+
+
+def test_f16_an_entry_that_was_delivered_too_often_is_served_alone_and_marked_until_it_has_its_reply(
+    make: Make, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make(generators__max_wait_ms=10, generators__max_batch_size=4)
     generator = bench.generator()
     for ticket in (1, 2):
         bench.request(ticket)
-    entries: Any = run.client.xreadgroup("generators", "generator-7", {run.keys.obs_requests: ">"}, count=1)
-    (identity, _) = entries[0][1][0]
-    run.client.xclaim(run.keys.obs_requests, "generators", "generator-0", 0, [identity], retrycount=4)
+    entry = delivered(bench, times=3)
+    act, marks = generator.policy.act, []
+
+    def spy(observations: Observations, keys: np.ndarray | None) -> Act:
+        marks.append(run.client.get(run.keys.trial(entry)))
+        return act(observations, keys)
+
+    monkeypatch.setattr(generator.policy, "act", spy)
     generator.collector.recover()
-    generator.collector.look(None)
-    assert len(generator.collector.batcher) == 2
-    # Both together would be a full batch.
-    assert generator.collector.take() is None
+    replies = bench.serve(generator, replies=2)
+    # Both together would have been one full batch.
+    assert marks == [b"generator-0", None]
+    assert all(reply.act is not None for reply in replies) and bench.letters() == []
+    assert not run.client.exists(run.keys.trial(entry))
+
+
+def test_f16_an_entry_that_left_the_generator_that_served_it_alone_without_a_reply_is_a_dead_letter(
+    make: Make, run: Run
+) -> None:
+    bench = make()
+    generator = bench.generator()
+    poison = bench.request(1)
+    entry = delivered(bench, times=4)
+    run.client.set(run.keys.trial(entry), "generator-7")
+    bench.request(2)
+    generator.collector.recover()
+    replies = {str(reply.id): reply for reply in bench.serve(generator, replies=2)}
+    assert "served alone, it left its generator without a reply" in replies[poison].error
+    assert bench.letters() == [replies[poison].error]
+    assert not run.client.exists(run.keys.trial(entry)) and bench.waiting() == bench.pending() == 0
 
 
 def test_a_request_with_too_many_rows_gets_an_error_reply(make: Make) -> None:
@@ -571,6 +604,13 @@ def test_f23_when_redis_is_full_replies_get_through_and_their_requests_are_gone(
         with pytest.raises(OUT_OF_MEMORY):
             client.xadd(run.keys.obs_requests, {"another": "request"})
         assert len(bench.serve(generator)) == 1 and bench.waiting() == bench.pending() == 0
+        # A suspect too, although its mark is refused.
+        client.config_set("maxmemory", "0")
+        bench.request(3)
+        delivered(bench, times=4)
+        generator.collector.recover()
+        client.config_set("maxmemory", "1")
+        assert len(bench.serve(generator, replies=2)) == 2 and bench.waiting() == bench.pending() == 0
         # One to a simulator that is gone does not bring its stream back here either.
         client.config_set("maxmemory", "0")
         bench.request(2)

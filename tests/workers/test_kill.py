@@ -73,6 +73,10 @@ class Whole:
         newest = f"{self.config.updates:06d}"
         assert (self.config.run_dir / "checkpoints" / newest).is_dir()
 
+    def letters(self) -> list[dict[bytes, bytes]]:
+        entries: Any = self.run.client.xrange(self.run.keys.dead_letters)
+        return [fields for _, fields in entries]
+
     def kinds(self) -> list[str]:
         return [notice.kind for notice in self.told]
 
@@ -164,6 +168,30 @@ def test_f40_a_run_whose_environment_hangs_in_step_50_of_one_child_goes_on_withi
     assert books.outcomes["aborted"] == 1 and books.balance == 0
     assert "a step took longer than simulators.step_deadline_s, 1.5 s" in str(bench.run.events())
     assert "crashed" not in bench.kinds()
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("end", ["exit", pytest.param("segfault", marks=pytest.mark.slow)])
+def test_f16_an_observation_that_ends_every_generator_is_a_dead_letter_before_the_role_has_failed(
+    whole: Callable[..., Whole], tmp_path: Path, end: str
+) -> None:
+    poison = tmp_path / "poison"
+    bench = whole(
+        environment__options={"step_s": 0.005, "fault": "poison", "fault_once": str(poison)},
+        policy__options={"poison": end},
+    )
+    bench.until(lambda: bench.update() >= 2)
+    poison.touch()
+    for times in range(1, 5):
+        bench.until(lambda: bench.kinds().count("crashed") >= times)  # noqa: B023
+    # Its slot is told and gives its segment up; the other requests that were in the batch each time are served.
+    bench.until(lambda: bench.run.flow.books().outcomes["aborted"])
+    assert bench.run.flow.books().outcomes["aborted"] == 1
+    bench.finish()
+    assert bench.kinds().count("crashed") == 4
+    (letter,) = bench.letters()
+    assert letter[b"stream"].endswith(b":obs-requests") and letter[b"deliveries"] == b"5"
+    assert not list(bench.run.client.scan_iter(match=bench.run.keys.trial("*").replace("[", "\\[")))
 
 
 def test_f49_files_of_a_killed_simulator_in_dev_shm_are_swept(whole: Callable[..., Whole]) -> None:

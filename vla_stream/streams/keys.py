@@ -25,6 +25,10 @@ class Keys:
         """Stream, simulator → any generator; entries live until answered."""
         return self._key("obs-requests")
 
+    def trial(self, entry: str) -> str:
+        """String with a TTL of an hour, generator → any generator: this entry of obs-requests is being served alone."""
+        return self._key(f"trial:{entry}")
+
     def actions(self, simulator: str) -> str:
         """Stream, generator → that simulator; entries live until read, the key as long as its simulator renews it."""
         return self._key(f"actions:{simulator}")
