@@ -29,6 +29,7 @@ from workers.requests import Answerer, Answers, Batch, Collector, collate, is_su
 from workers.worker import BLOCK_S, Worker, run_process
 
 POLL_S = 0.0005  # between two looks while a batch fills: BLOCK's own deadline would be late by up to 10 ms
+LEAVING_S = 0.05
 
 FAILURES_IN_A_ROW = 3  # requests that fail alone, one after the other
 
@@ -105,7 +106,7 @@ class Generator:
             return [answer for work in batch.works for answer in self.infer(collate([work], self.config))]
         self._failed_in_a_row += 1
         if self._failed_in_a_row > FAILURES_IN_A_ROW:
-            raise RunFailed(f"{self.worker.id}: inference fails again and again, last: {cause}") from cause
+            raise RunFailed(f"inference fails again and again, last: {cause}") from cause
         traceback.print_exception(cause)
         (work,), reason = batch.works, f"inference failed: {type(cause).__name__}: {cause}"
         self.worker.patiently(lambda: self.worker.bury(self.collector.queue.stream, work.entry, reason))
@@ -121,7 +122,7 @@ class Generator:
             while max(self.version, weights.version if weights else 0) < min_version:
                 if time.monotonic() > deadline_s:
                     raise RunFailed(
-                        f"{self.worker.id}: weights {min_version} are demanded, {self.version} is loaded, and no newer "
+                        f"weights {min_version} are demanded, {self.version} is loaded, and no newer "
                         f"ones came for {self.config.generators.batch_deadline_s:g} s; see the trainer's log"
                     )
                 self.weights.wait(0.05)
@@ -195,8 +196,10 @@ class Stages:
             if batch is not None:
                 self.batches.put(batch)
                 return
-        if len(collector.batcher) or leaving:
+        if len(collector.batcher):
             time.sleep(POLL_S)
+        elif leaving:
+            time.sleep(LEAVING_S)
 
     def _answer(self) -> None:
         worker, lease_s = self.generator.worker, self.generator.config.flow.lease_s

@@ -6,7 +6,6 @@ a pid kills it (DESIGN §6). Processes are started from the thread that calls `l
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import signal
@@ -169,6 +168,8 @@ class Supervisor:
             told.append(Notice("stopped", "supervisor", f"{self._names()}: not finished in time, stopped"))
             self._terminate()
         try:
+            if self.unreachable_since_s is not None:
+                self._client.ping()  # what follows may have nothing to ask just now
             told += self._restart_pending()
             if self._watch.due(now_s):
                 told += self._look_for_silence(now_s)
@@ -323,19 +324,19 @@ class Supervisor:
     def _judge(self, child: Child, code: int, now_s: float) -> Notice:
         """What the end of a worker means, and what is to be done."""
         child.process = None
-        if code == EXIT_FINISHED:
+        if code == EXIT_FINISHED or (child.asked and code == -signal.SIGTERM):  # asked before it could hear it
             self._forget(child, code)
             return Notice("ended", child.id, f"{child.id} has finished")
         lines = log_tail(child.log, child.log_start)
-        last = lines[-1] if lines else "its log is empty"
+        last = lines[-1].removeprefix(f"{child.id}: ") if lines else "its log is empty"
         cause = child.kill_reason or (f"killed by {signal_name(-code)}" if code < 0 else last)
         if code == EXIT_HOPELESS:
-            cause = last.removeprefix(f"{child.id}: ")
+            cause = last
             self._forget(child, code)
             self.failures.setdefault(child.role, cause)
             return Notice("failed", child.id, f"{child.id} gives up: {cause}")
         if code == EXIT_BAD_INPUT:
-            cause = last.removeprefix(f"{child.id}: ")
+            cause = last
             self._forget(child, code)
             if child.role not in self.failures:
                 self.failures[child.role] = cause
@@ -358,8 +359,12 @@ class Supervisor:
         # Its name is free for others at once; if Redis does not answer, the name expires.
         if self.unreachable_since_s is not None:
             return
-        with contextlib.suppress(*REDIS_ERRORS):
+        try:
             presence.release(self._flow.scripts, self.keys, child.id, child.token)
+        except UNREACHABLE:
+            self.unreachable_since_s = time.monotonic()  # the others' names are not worth as many waits
+        except REDIS_ERRORS:
+            pass
 
     def _look_for_silence(self, now_s: float) -> list[Notice]:
         """Alive but silent (F06): the process is there, and its hash, which its main loop renews, is not."""

@@ -357,7 +357,7 @@ class Trainer:
         # `missing`: the server lost the run. The update stands in our memory, and `start_anew` publishes it.
         answer = self.worker.patiently(publish)
         if answer is None:
-            raise RunFailed(f"{self.worker.id}: told to end while Redis was unreachable; update {self.update} is void")
+            raise RunFailed(f"told to end while Redis was unreachable; update {self.update} is void")
         self._manifest = manifest
         if answer == "missing":
             self.worker.look_again()

@@ -105,9 +105,9 @@ class Worker:
             return
         self._next_beat_s = now_s + BEAT_S
         if self.parent is not None and orphaned(self.parent):
-            raise Expired(f"{self.id}: the process that started this worker is gone")
+            raise Expired("the process that started this worker is gone")
         if not self._write_hash():
-            raise Expired(f"{self.id}: another process took this worker's name over")
+            raise Expired("another process took this worker's name over")
         state = self.flow.state()
         if state is not None:
             self.desired, self.generation = state.desired, state.generation
@@ -172,8 +172,9 @@ class Worker:
                     raise
                 self._name_the_wait(exc, backoff.failures)
                 if self.parent is not None and orphaned(self.parent):
-                    raise Expired(f"{self.id}: the process that started this worker is gone") from exc
+                    raise Expired("the process that started this worker is gone") from exc
                 if self._signals > 0:
+                    time.sleep(Backoff.FIRST_S)  # whoever calls this in a loop until all have left must not spin
                     return None
                 time.sleep(backoff.next_s())
 

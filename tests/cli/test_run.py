@@ -290,6 +290,55 @@ def test_f49_however_a_run_is_ended_no_process_no_server_and_no_file_in_dev_shm_
     wait_for(lambda: not processes_of(run_name), "the end of all processes", 20)
     wait_for(lambda: not runs(server["process_id"]) and not socket.parent.exists(), "the server's end", 20)
     wait_for(lambda: not in_dev_shm(run_name), "an empty /dev/shm", 20)
+    if way != "kill -9":
+        books = samples.load(shell.folder / "runs" / run_name / "metrics.jsonl")[-1]
+        assert (books["kind"], books["balance"], process.returncode) == ("books", 0, 1)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    ("times", "limit_s"),
+    [pytest.param(1, 4 + 15, marks=pytest.mark.slow), (2, 15)],
+    ids=["Ctrl-C", "Ctrl-C twice"],
+)
+def test_f49_a_run_whose_server_is_frozen_ends_all_the_same(
+    shell: Shell, run_name: str, times: int, limit_s: float
+) -> None:
+    """Each of limit_s: the time to drain, where one is given, and a few answers of the server that do not come."""
+    settings = [*QUICK, "--set", "flow.drain_deadline_s=4", "--updates", "100000"]
+    process = shell.start("run", "mini.yaml", "--run", run_name, *settings)
+    address = shell.folder / "runs" / run_name / "redis.url"
+    wait_for(address.exists, "the embedded server's address")
+    with contextlib.closing(connect(address.read_text().strip(), name="test")) as client:
+        flow = Flow(client, Keys(run_name))
+        wait_for(lambda: (state := flow.state()) is not None and state.update >= 1, "an update")
+        server: Any = client.info("server")
+    os.kill(server["process_id"], signal.SIGSTOP)
+    asked_s = time.monotonic()
+    for _ in range(times):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)  # two signals of one number that arrive together count once
+    shown, _ = process.communicate(timeout=90)
+    assert time.monotonic() - asked_s < limit_s
+    assert process.returncode == 1 and "go on with: " in shown and "books of this session are not closed" in shown
+    assert "Traceback" not in shown and processes_of(run_name) == [] and not in_dev_shm(run_name)
+    wait_for(lambda: not runs(server["process_id"]), "the server's end", 20)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_f49_a_run_whose_output_nobody_reads_any_more_ends_as_asked(shell: Shell, run_name: str) -> None:
+    process = shell.start("run", "mini.yaml", "--run", run_name, *QUICK, "--updates", "100000")
+    file = shell.folder / "runs" / run_name / "updates.jsonl"
+    wait_for(lambda: file.exists() and file.read_text().count("\n") >= 1, "an update")
+    assert process.stdout is not None
+    process.stdout.close()
+    process.stdout = None  # else the fixture would read it
+    seen = file.read_text().count("\n")
+    wait_for(lambda: file.read_text().count("\n") > seen + 30, "more updates")
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(60) == 1
+    assert samples.load(file.with_name("metrics.jsonl"))[-1]["kind"] == "books"
 
 
 def in_dev_shm(run: str) -> list[Path]:

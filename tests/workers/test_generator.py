@@ -491,6 +491,12 @@ def test_f14_a_request_is_redelivered_when_the_generator_dies_before_ack(make: M
     assert np.array_equal(first.act.actions, second.act.actions)
 
 
+def cpu_s(pid: int) -> float:
+    """CPU seconds that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def start(run: Run, worker: str = "generator-7") -> subprocess.Popen[bytes]:
     """A generator process."""
     run.flow.announce(SPECIFICATION)
@@ -565,6 +571,27 @@ def test_a_generator_leaves_on_sigterm_after_it_has_answered_what_it_owns(make: 
     assert leaving.wait(DEADLINE_S) == 0
     assert len(bench.replies()) == 1 and bench.waiting() == 0
     assert not run.client.exists(run.keys.worker("generator-7"))
+
+
+def test_a_generator_that_leaves_while_redis_is_down_waits_without_using_a_cpu(tmp_path: Path) -> None:
+    with (
+        EmbeddedServer.start(tmp_path) as server,
+        contextlib.closing(connect(server.url, name="test")) as client,
+        contextlib.closing(Run(server.url, "down", tmp_path, client)) as run,
+    ):
+        # Half a batch, which is due soon: it owns a request that it can not answer.
+        bench = Bench(run, run.start(generators__max_wait_ms=1000, flow__drain_deadline_s=4.0))
+        bench.request(1)
+        leaving = start(run)
+        bench.until(lambda: _pending(bench) and client.exists(run.keys.worker("generator-7")))
+        server.stop()
+        leaving.send_signal(signal.SIGTERM)
+        asked_s, used_s = time.monotonic(), cpu_s(leaving.pid)
+        while time.monotonic() < asked_s + 3.0:
+            assert leaving.poll() is None
+            time.sleep(0.05)
+        assert cpu_s(leaving.pid) - used_s < 0.75, "of 3 s"
+        assert leaving.wait(DEADLINE_S) == 0
 
 
 def _pending(bench: Bench) -> int:

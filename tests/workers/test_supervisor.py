@@ -15,9 +15,10 @@ import pytest
 from live_run import sockets_of
 
 from vla_stream.broker.connection import Client
+from vla_stream.broker.server import EmbeddedServer
 from vla_stream.errors import InputError
 from vla_stream.streams.keys import Keys
-from workers.supervisor import Notice, Supervisor
+from workers.supervisor import WATCH_S, Notice, Supervisor
 
 DEADLINE_S = 15.0
 
@@ -131,6 +132,13 @@ def test_a_crashed_worker_is_restarted_under_its_name_and_its_cause_is_told_once
     assert not supervisor.failures
 
 
+def test_a_crashed_worker_is_named_once_in_the_sentence_that_tells_its_last_line(bench: Bench) -> None:
+    supervisor = bench.supervise("print('generator-0: weights 2 are demanded', flush=True); sys.exit(1)\n")
+    supervisor.launch("generator", 1)
+    bench.until(lambda: "crashed" in bench.kinds())
+    assert bench.first("crashed").text == "generator-0 crashed: weights 2 are demanded"
+
+
 def test_f42_a_worker_that_crashes_in_a_loop_is_restarted_five_times_then_its_role_has_failed(bench: Bench) -> None:
     supervisor = bench.supervise("raise KeyError('camera')\n")
     supervisor.launch("simulator", 1)
@@ -208,6 +216,33 @@ def test_a_worker_that_crashes_while_draining_is_reported_and_stays_down(bench: 
     assert not supervisor.failures
 
 
+def test_a_worker_that_was_asked_to_leave_before_it_could_listen_has_just_ended(bench: Bench) -> None:
+    supervisor = bench.supervise(f"signal.signal(signal.SIGTERM, signal.SIG_DFL)\n{STUBBORN}")
+    supervisor.launch("simulator", 2)
+    bench.until(lambda: bool(bench.pids("simulator-0") and bench.pids("simulator-1")))
+    os.kill(bench.pids("simulator-1")[0], signal.SIGTERM)
+    bench.until(lambda: "crashed" in bench.kinds())
+    supervisor.drain(10)
+    bench.until(lambda: not supervisor.children)
+    assert [notice.text for notice in bench.told if notice.worker == "simulator-0"] == ["simulator-0 has finished"]
+    assert bench.first("crashed").text == "simulator-1 crashed: killed by SIGTERM", "nobody had asked it"
+
+
+def test_a_server_that_is_down_is_told_once_and_its_return_too(bench: Bench, tmp_path: Path) -> None:
+    with EmbeddedServer.start(tmp_path) as server:
+        bench.url = server.url
+        supervisor = bench.supervise(UNTIL_TOLD)
+        supervisor.launch("simulator", 1)
+        server.stop()
+        bench.until(lambda: supervisor.unreachable_since_s is not None)
+        until_s = time.monotonic() + 2 * WATCH_S + 0.5
+        bench.until(lambda: time.monotonic() > until_s)
+        assert bench.kinds().count("redis") == 1
+        server.restart()
+        bench.until(lambda: supervisor.unreachable_since_s is None)
+        assert bench.kinds().count("redis") == 2 and bench.told[-1].text.endswith("answers again")
+
+
 def test_f49_stop_sends_a_second_signal_and_leaves_no_process_of_the_group(bench: Bench) -> None:
     supervisor = bench.supervise(
         "import subprocess\n"
@@ -221,7 +256,7 @@ def test_f49_stop_sends_a_second_signal_and_leaves_no_process_of_the_group(bench
     bench.until(lambda: bool(bench.pids("child")))
     supervisor.stop()
     assert supervisor.finished == {"simulator-0": 0}
-    assert not running(bench.pids("child")[0])
+    wait_for(lambda: not running(bench.pids("child")[0]))
 
 
 def test_f49_what_a_crashed_worker_had_started_is_killed_with_it(bench: Bench) -> None:
@@ -236,7 +271,7 @@ def test_f49_what_a_crashed_worker_had_started_is_killed_with_it(bench: Bench) -
     os.kill(bench.pids("simulator-0")[0], signal.SIGKILL)
     bench.until(lambda: "restarted" in bench.kinds())
     assert bench.first("crashed").text == "simulator-0 crashed: killed by SIGKILL"
-    assert not running(bench.pids("child")[0])
+    wait_for(lambda: not running(bench.pids("child")[0]))
 
 
 @pytest.mark.parametrize(("role", "state"), [("generator", "running"), ("simulator", "waiting: full")])
@@ -252,7 +287,7 @@ def test_f06_a_worker_that_loops_and_falls_silent_is_killed_and_restarted(
     bench.until(lambda: len(bench.pids(name)) == 2)
     assert [kind for kind in bench.kinds() if kind != "redis"] == ["silent", "crashed", "restarted"]
     assert "alive but silent" in bench.first("crashed").text
-    assert not running(bench.pids(name)[0])
+    wait_for(lambda: not running(bench.pids(name)[0]))
 
 
 @pytest.mark.parametrize(("role", "state"), [("generator", "loading"), ("trainer", "updating")])

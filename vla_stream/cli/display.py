@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 PLAIN_LINE_S = 5.0
+GONE = contextlib.suppress(OSError)  # a terminal or pipe whose other end is gone: a run does not end with it
 QUIET_LINE_S = 30.0  # a plain line comes at least this often, also when nothing moved
 
 
@@ -41,9 +43,10 @@ class PlainDisplay:
         self._shown = ""
 
     def tell(self, text: str, details: Sequence[str] = ()) -> None:
-        print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
-        for line in details:
-            print(f"    {line}", flush=True)
+        with GONE:
+            print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
+            for line in details:
+                print(f"    {line}", flush=True)
 
     def show(self, progress: Progress) -> None:
         now_s = time.monotonic()
@@ -75,24 +78,27 @@ class LiveDisplay:
     def tell(self, text: str, details: Sequence[str] = ()) -> None:
         from rich.text import Text
 
-        self._console.print(Text.assemble((time.strftime("%H:%M:%S "), "dim"), text))
-        for line in details:
-            self._console.print(Text(f"    {line}", style="dim"))
+        with GONE:
+            self._console.print(Text.assemble((time.strftime("%H:%M:%S "), "dim"), text))
+            for line in details:
+                self._console.print(Text(f"    {line}", style="dim"))
 
     def show(self, progress: Progress) -> None:
         now_s = time.monotonic()
         if now_s < self._next_s:
             return
         self._next_s = now_s + 0.25
-        if not self._started:
-            self._started = True
-            self._live.start()
-        self._live.update(self._table(progress, now_s - self._began_s), refresh=True)
+        with GONE:
+            if not self._started:
+                self._started = True
+                self._live.start()
+            self._live.update(self._table(progress, now_s - self._began_s), refresh=True)
 
     def close(self) -> None:
         if self._started:
             self._started = False
-            self._live.stop()
+            with GONE:
+                self._live.stop()
 
     def _table(self, progress: Progress, elapsed_s: float) -> Table:
         from rich.progress_bar import ProgressBar

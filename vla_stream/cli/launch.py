@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-from vla_stream.broker.connection import REDIS_ERRORS, UNREACHABLE, Client, check_server, connect
+from vla_stream.broker.connection import REDIS_ERRORS, UNREACHABLE, Client, address, check_server, connect
 from vla_stream.broker.server import EmbeddedServer
 from vla_stream.broker.tail import Tail
 from vla_stream.cli.display import Display
@@ -82,7 +82,7 @@ class Launch:
         self._next_beat_s = self._next_look_s = self._next_types_s = 0.0
         self._last: LastSeen | None = None
         self._specification: Specification | None = None
-        self._claimed = False
+        self._claimed = self._silent = False
         self._started_ms = int(time.time() * 1000)
 
     def __enter__(self) -> Launch:
@@ -131,11 +131,10 @@ class Launch:
                 raise RunFailed(
                     f"{role}: {cause}; see {self.run_dir / 'logs'}/ and `--resume` to go on from its checkpoint"
                 )
-            state = self.beat()
             if self.signals.asked >= 2:
-                self.desire("stopped")
                 supervisor.stop()
                 return "interrupted"
+            state = self.beat()
             if not supervisor.draining:
                 ended = self._reason_to_end(state, supervisor)
                 if ended is not None:
@@ -149,8 +148,8 @@ class Launch:
         deadline_s = self.config.flow.drain_deadline_s
         if self.signals.asked:
             self.display.tell("ending: segments in flight are finished; Ctrl-C again stops at once")
-            self.desire("draining")
             supervisor.drain(deadline_s)
+            self.desire("draining")
             return "interrupted"
         if state is not None and state.desired in ("draining", "stopped"):
             self.display.tell(f"the run is {state.desired}, as somebody asked for; its workers end")
@@ -175,6 +174,9 @@ class Launch:
             self.display.tell("the embedded Redis server died; a new one takes its place")
             self.server.restart()
         state = None
+        if self._unreachable:
+            self.display.show(self.progress)
+            return None
         with contextlib.suppress(*UNREACHABLE), notices.expendable():
             self._remove_strangers()
             state = self.flow.state()
@@ -186,6 +188,11 @@ class Launch:
             self._read(state)
         self.display.show(self.progress)
         return state
+
+    @property
+    def _unreachable(self) -> bool:
+        """As the supervisor found out; each more look at a frozen server would take seconds."""
+        return self.supervisor is not None and self.supervisor.unreachable_since_s is not None
 
     def _remove_strangers(self) -> None:
         if time.monotonic() >= self._next_types_s:
@@ -210,12 +217,20 @@ class Launch:
             self.progress.add(self.metrics.read())
 
     def close_books(self) -> None:
-        """What became of every segment, told, and kept in metrics.jsonl."""
-        with contextlib.suppress(*UNREACHABLE):
-            books = self.flow.books()
-            self.display.tell(str(books))
-            record = {"time": time.time(), "kind": "books", "started": books.started, "in_flight": books.in_flight}
-            self.metrics.write([{**record, **books.outcomes, "balance": books.balance}])
+        """The last metrics, and what became of every segment, told, and kept in metrics.jsonl."""
+        self._silent = self._unreachable
+        self._ask_last(lambda: self.progress.add(self.metrics.read()))
+        self._ask_last(self._write_books)
+        if self._silent:
+            self.display.tell(
+                f"Redis at {address(self.client)}: no answer, so the books of this session are not closed"
+            )
+
+    def _write_books(self) -> None:
+        books = self.flow.books()
+        self.display.tell(str(books))
+        record = {"time": time.time(), "kind": "books", "started": books.started, "in_flight": books.in_flight}
+        self.metrics.write([{**record, **books.outcomes, "balance": books.balance}])
 
     def desire(self, desired: Desired) -> None:
         with contextlib.suppress(*UNREACHABLE), notices.expendable():
@@ -295,21 +310,30 @@ class Launch:
 
     def _clear_up(self) -> None:
         """No process, key, file or socket stays, whatever happened before; each step is tried."""
-        steps: list[Callable[[], object]] = []
         if self.supervisor is not None:
-            steps.append(self.supervisor.close)
-        if self._claimed:
-            steps += [lambda: self.desire("stopped"), self._let_others_leave]
-            if self.server is None:
-                steps.append(lambda: delete_keys(self.client, self.keys))
-            else:
-                steps.append(lambda: presence.release(self.flow.scripts, self.keys, LAUNCHER, self._token))
-        if self._janitor is not None:
-            steps.append(self._janitor.close)
-        steps.append(self.client.close)
-        for step in steps:
             with contextlib.suppress(*REDIS_ERRORS):
-                step()
+                self.supervisor.close()
+        if self._claimed:
+            self._ask_last(lambda: self.flow.set_desired("stopped", by="vla-stream run"))
+            self._ask_last(self._let_others_leave)
+            if self.server is None:
+                self._ask_last(lambda: delete_keys(self.client, self.keys))
+            else:
+                self._ask_last(lambda: presence.release(self.flow.scripts, self.keys, LAUNCHER, self._token))
+        if self._janitor is not None:
+            self._janitor.close()
+        self.client.close()
+
+    def _ask_last(self, step: Callable[[], object]) -> None:
+        """Each step of the end is tried; but a frozen server that let one of them wait is not asked again."""
+        if self._silent:
+            return
+        try:
+            step()
+        except UNREACHABLE:
+            self._silent = True
+        except REDIS_ERRORS:
+            pass
 
     def _let_others_leave(self) -> None:
         deadline_s = time.monotonic() + OTHERS_LEAVE_S

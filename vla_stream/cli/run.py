@@ -109,7 +109,6 @@ def _session(folder: RunFolder, url: str | None, display: Display, again: str, *
                 update = finish.newest_update(run_dir)
                 raise RunFailed(f"interrupted, checkpoint {update} of {config.updates}; go on with: {again}") from None
             finally:
-                launch.read_metrics()
                 launch.close_books()
                 display.close()
                 finish.draw_curve(config)

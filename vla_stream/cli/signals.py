@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import stat
 import sys
 from collections.abc import Iterator
 from types import FrameType, TracebackType
@@ -51,7 +52,8 @@ class Signals:
 
     def _hang_up(self, number: int, frame: FrameType | None) -> None:
         self.asked += 2
-        # The terminal is gone, and writing to it would raise in the midst of cleaning up.
+        # The terminal is gone, or the other end of a pipe: writing there would raise in the midst of cleaning up.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for stream in (sys.stdout, sys.stderr):
-            os.dup2(nowhere, stream.fileno())
+            if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+                os.dup2(nowhere, stream.fileno())
