@@ -1,4 +1,4 @@
-"""A run on the shared server for tests that drive workers: `tests/workers/conftest.py` has its fixture."""
+"""A run on the shared server for tests that drive workers, here or as processes; workers/conftest.py has a fixture."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import contextlib
 import os
 import secrets
 import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,7 @@ from vla_stream.broker import lanes
 from vla_stream.broker.connection import Client
 from vla_stream.config import Config
 from vla_stream.flow import Flow
+from vla_stream.streams import presence
 from vla_stream.streams.keys import Keys
 from workers.worker import Worker
 
@@ -94,3 +99,47 @@ def sockets_of(pid: int) -> set[str]:
             if target.startswith("socket:") and int(descriptor.name) > 2:
                 found.add(target)
     return found
+
+
+class Processes:
+    """Workers started by hand, as a supervisor would."""
+
+    DEADLINE_S = 50.0
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.started: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, role: str, number: int = 0, command: Callable[[str], list[str]] | None = None) -> str:
+        """command: gives the start of the command line for a role; default: this Python's `-m workers.<role>`."""
+        worker_id = f"{role}-{number}"
+        first = [sys.executable, "-m", f"workers.{role}"] if command is None else command(role)
+        environment = {"VLA_STREAM_REDIS": self.run.url, "VLA_STREAM_TOKEN": worker_id}
+        with self.log(worker_id).open("wb") as log:
+            self.started[worker_id] = subprocess.Popen(
+                [*first, self.run.name, worker_id],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **environment},
+            )
+        return worker_id
+
+    def log(self, worker_id: str) -> Path:
+        return self.run.folder / f"{worker_id}.log"
+
+    def wait_for(self, condition: Callable[[], object], what: str) -> None:
+        deadline_s = time.monotonic() + self.DEADLINE_S
+        while not condition():
+            dead = [name for name, process in self.started.items() if process.poll()]
+            logs = {name: self.log(name).read_text()[-1500:] for name in self.started}
+            assert not dead and time.monotonic() < deadline_s, (what, dead, logs, self.states())
+            time.sleep(0.02)
+
+    def states(self) -> dict[str, str]:
+        return {item.id: item.state for item in presence.alive(self.run.client, self.run.keys)}
+
+    def close(self) -> None:
+        for process in self.started.values():
+            process.kill()
+            process.wait()

@@ -6,24 +6,19 @@ Each test has a server of its own, whose settings it changes; workers are proces
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from live_run import Run
+from live_run import Processes, Run
 from own_server import own_server
 
 from vla_stream.broker.connection import Client, connect
 from vla_stream.environments.protocol import Specification
-from vla_stream.streams import presence
 from workers.worker import WAITING_FOR_MEMORY, Worker
 
-DEADLINE_S = 50.0
 SPECIFICATION = Specification({"front": (16, 16)}, 3, 2)  # of fakes:Line
 
 
@@ -44,46 +39,6 @@ def admin(port: int) -> Iterator[Client]:
 def own_run(port: int, admin: Client, run_name: str, tmp_path: Path) -> Iterator[Run]:
     with contextlib.closing(Run(f"redis://worker:word@127.0.0.1:{port}/0", run_name, tmp_path, admin)) as made:
         yield made
-
-
-class Processes:
-    """Workers started by hand, as a supervisor would."""
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        self.started: dict[str, subprocess.Popen[bytes]] = {}
-
-    def start(self, role: str) -> str:
-        worker_id = f"{role}-0"
-        environment = {"VLA_STREAM_REDIS": self.run.url, "VLA_STREAM_TOKEN": "t"}
-        with self.log(worker_id).open("wb") as log:
-            self.started[worker_id] = subprocess.Popen(
-                [sys.executable, "-m", f"workers.{role}", self.run.name, worker_id],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, **environment},
-            )
-        return worker_id
-
-    def log(self, worker_id: str) -> Path:
-        return self.run.folder / f"{worker_id}.log"
-
-    def wait_for(self, condition: Callable[[], object], what: str) -> None:
-        deadline_s = time.monotonic() + DEADLINE_S
-        while not condition():
-            dead = [name for name, process in self.started.items() if process.poll()]
-            logs = {name: self.log(name).read_text()[-1500:] for name in self.started}
-            assert not dead and time.monotonic() < deadline_s, (what, dead, logs, self.states())
-            time.sleep(0.02)
-
-    def states(self) -> dict[str, str]:
-        return {item.id: item.state for item in presence.alive(self.run.client, self.run.keys)}
-
-    def close(self) -> None:
-        for process in self.started.values():
-            process.kill()
-            process.wait()
 
 
 @pytest.fixture
