@@ -503,6 +503,75 @@ def test_f12_a_consumer_that_holds_entries_is_never_deleted(client: Client, stre
     assert owners(holder) == {added[0]: "holder"}
 
 
+# ---- handing back
+
+
+def deliveries(queue: WorkQueue) -> dict[str, tuple[str, int]]:
+    """Entry -> its owner, and how often it was delivered, as XPENDING says."""
+    pending = queue.client.xpending_range(queue.stream, queue.group, min="-", max="+", count=1000)
+    return {item["message_id"].decode(): (item["consumer"].decode(), item["times_delivered"]) for item in pending}
+
+
+def test_f28_an_entry_that_is_handed_back_can_be_taken_over_at_once_and_was_not_delivered(
+    client: Client, stream: str, queue_of: MakeQueue
+) -> None:
+    remote, other = queue_of("generator-0"), queue_of("generator-1")
+    kept, left = add(client, stream, 2)
+    remote.read(2)
+    assert deliveries(remote) == {kept: ("generator-0", 1), left: ("generator-0", 1)}
+    assert remote.hand_back(left)
+    assert deliveries(remote)[left] == ("generator-0", 0)
+    # It is not lost when its consumer goes: the sweep leaves a consumer that holds something.
+    assert other.sweep_consumers(-1) == 0
+    (taken,) = other.take_over(10)
+    assert (taken.id, taken.deliveries) == (left, 1)
+    assert deliveries(remote) == {kept: ("generator-0", 1), left: ("generator-1", 1)}
+
+
+def test_f28_however_often_an_entry_is_handed_back_it_is_no_suspect(
+    client: Client, stream: str, queue_of: MakeQueue
+) -> None:
+    one, other = queue_of("generator-0"), queue_of("generator-1")
+    (entry,) = add(client, stream, 1)
+    one.read(1)
+    for queue in (one, other, one, other, one, other):
+        assert queue.hand_back(entry) == (queue is one or queue.consumer == "generator-1")
+        (taken,) = (other if queue is one else one).take_over(10)
+        assert (taken.id, taken.deliveries) == (entry, 1)
+
+
+def test_an_entry_that_another_consumer_took_over_is_not_handed_back(
+    client: Client, stream: str, queue_of: MakeQueue
+) -> None:
+    late, owner = queue_of("generator-0"), queue_of("generator-1")
+    (entry,) = add(client, stream, 1)
+    let_leases_pass(late, late.read(1))
+    owner.take_over(1)
+    before = deliveries(owner)
+    assert not late.hand_back(entry)
+    assert deliveries(owner) == before and owner.take_over(1) == []
+    client.delete(stream)
+    assert not owner.hand_back(entry)
+
+
+def test_a_consumer_has_company_as_long_as_another_one_asks_for_entries(
+    client: Client, stream: str, queue_of: MakeQueue
+) -> None:
+    queue, other = queue_of("generator-0"), queue_of("generator-1")
+    assert not queue.has_company()
+    add(client, stream, 2)
+    queue.read(1)
+    assert not queue.has_company()
+    other.read(1)
+    assert queue.has_company()
+    queue.lease_ms = 50
+    wait_until(lambda: not queue.has_company(), "the other one is silent")
+    other.read(1)
+    assert queue.has_company()
+    client.delete(stream)
+    assert not queue.has_company()
+
+
 def test_f23_a_full_redis_7_acknowledges_deletes_and_shows_the_books(tmp_path: Path) -> None:
     # It refuses to queue any command of a transaction then, which newer servers do not.
     with (

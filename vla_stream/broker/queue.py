@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vla_stream.broker.connection import OUT_OF_MEMORY, Client, ResponseError
-from vla_stream.broker.scripts import RENEW, SWEEP_CONSUMER, Scripts
+from vla_stream.broker.scripts import HAND_BACK, RENEW, SWEEP_CONSUMER, Scripts
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +108,16 @@ class WorkQueue:
                 raise
             return 0  # Flushed: nothing is anybody's. The next read creates the group again.
 
+    def hand_back(self, entry: str) -> bool:
+        """Let others take this entry over at once, as if it had not been delivered to us; False when it is not ours."""
+        try:
+            arguments = [self.group, self.consumer, self.lease_ms, entry]
+            return bool(self.scripts.call(HAND_BACK, [self.stream], arguments))
+        except ResponseError as exc:
+            if not str(exc).startswith("NOGROUP"):
+                raise
+            return False  # Flushed, as in `renew`.
+
     def done(self, ids: Sequence[str]) -> None:
         """Acknowledge and delete. Call it after the result is published: a crash in between redelivers."""
         if not ids:
@@ -130,18 +140,24 @@ class WorkQueue:
     def sweep_consumers(self, idle_ms: int) -> int:
         """Delete consumers that were idle for long and hold nothing (F12, F13); returns how many."""
         removed = 0
+        for consumer in self._others():
+            if consumer["idle"] > idle_ms and consumer["pending"] == 0:
+                arguments = [self.group, bytes(consumer["name"]), idle_ms]
+                removed += int(self.scripts.call(SWEEP_CONSUMER, [self.stream], arguments))
+        return removed
+
+    def has_company(self) -> bool:
+        """Whether another consumer asked for entries within the last lease, as each does that is alive."""
+        return any(consumer["idle"] < self.lease_ms for consumer in self._others())
+
+    def _others(self) -> list[dict[str, Any]]:
         try:
             consumers: Any = self.client.xinfo_consumers(self.stream, self.group)
         except ResponseError as exc:
             if "no such key" not in str(exc) and not str(exc).startswith("NOGROUP"):
                 raise
-            return 0
-        for consumer in consumers:
-            name = bytes(consumer["name"])
-            if consumer["idle"] > idle_ms and consumer["pending"] == 0 and name != self.consumer.encode():
-                arguments = [self.group, name, idle_ms]
-                removed += int(self.scripts.call(SWEEP_CONSUMER, [self.stream], arguments))
-        return removed
+            return []
+        return [consumer for consumer in consumers if consumer["name"] != self.consumer.encode()]
 
     def _with_deliveries(self, entries: list[Entry]) -> list[Entry]:
         if not entries:

@@ -86,6 +86,19 @@ return owned
     frees_memory=True,
 )
 
+HAND_BACK = Script(
+    "hand_back",
+    """
+-- KEYS stream | ARGV group consumer idle_ms entry ; an entry that its consumer cannot serve: others may take it over at
+-- once, and its delivery did not count. 0 when it is no longer the consumer's.
+local p = redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[4], ARGV[4], 1, ARGV[2])
+if #p == 0 then return 0 end
+redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, ARGV[4], 'IDLE', ARGV[3], 'RETRYCOUNT', p[1][4] - 1, 'JUSTID')
+return 1
+""",
+    frees_memory=True,
+)
+
 SWEEP_CONSUMER = Script(
     "sweep_consumer",
     """
