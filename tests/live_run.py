@@ -58,6 +58,7 @@ class Run:
         """The config, and the run's flow on the server."""
         config = self.config(**changes)
         assert self.flow.create(config)
+        self.shm.mkdir(mode=0o700)  # as a launcher does
         return config
 
     def worker(self, role: str, number: int = 0) -> Worker:

@@ -146,10 +146,53 @@ def test_f55_the_desired_state_is_a_value_that_late_joiners_see_and_an_announcem
     assert announced == {b"desired": b"paused", b"by": b"a person"}
 
 
+def test_a_segment_is_permitted_with_the_lane_of_that_moment_which_is_announced(flow: Flow) -> None:
+    (before,) = grant(flow, 1)
+    flow.set_lane("redis", by="a person")
+    (after,) = grant(flow, 1)
+    assert (before.lane, after.lane) == ("auto", "redis")
+    state = flow.state()
+    assert state is not None and state.lane == "redis"
+    ((_, announced),) = flow.client.xrange(flow.keys.control)
+    assert announced == {b"lane": b"redis", b"by": b"a person"}
+
+
+def test_the_first_remote_reader_is_named_with_every_permit_until_a_person_sets_the_lane(flow: Flow) -> None:
+    assert flow.add_remote_reader("generator-3") and not flow.add_remote_reader("trainer-0")
+    state, (permit,) = flow.state(), grant(flow, 1)
+    assert state is not None and state.remote_reader == permit.remote_reader == "generator-3"
+    flow.set_lane("auto", by="a person", remote_reader="trainer-0")
+    assert grant(flow, 1)[0].remote_reader == "trainer-0"
+    flow.set_lane("auto", by="a person")
+    state, (permit,) = flow.state(), grant(flow, 1)
+    assert state is not None and state.remote_reader == permit.remote_reader == ""
+
+
+def test_the_lane_of_a_run_survives_its_server(flow: Flow) -> None:
+    flow.set_lane("redis", by="a person")
+    state, config = flow.state(), flow.config()
+    assert state is not None
+    last = LastSeen(state, flow.books())
+    flow.client.delete(flow.keys.flow)
+    assert flow.create(config, last)
+    again = flow.state()
+    assert again is not None and (again.lane, again.shm_token) == ("redis", state.shm_token)
+
+
+@pytest.mark.parametrize(("field", "value"), [("lane", "tcp"), ("shm_token", "/../../home")])
+def test_f27_a_foreign_lane_or_folder_is_named_and_not_used(flow: Flow, field: str, value: str) -> None:
+    flow.client.hset(flow.keys.flow, field, value)
+    with pytest.raises(BadMessage, match=f"{field} is '{value}', expected "):
+        flow.shm_folder()
+
+
 def test_a_desired_state_for_a_misspelt_run_is_refused_and_takes_no_name(flow: Flow, client: Client) -> None:
     misspelt = Flow(client, Keys(flow.keys.run + "x"))
     with pytest.raises(InputError, match=f"run {flow.keys.run}x: not on this server"):
         misspelt.set_desired("stopped", by="a person")
+    with pytest.raises(InputError, match=f"run {flow.keys.run}x: not on this server"):
+        misspelt.set_lane("redis", by="a person")
+    assert not misspelt.add_remote_reader("generator-0")
     assert client.exists(misspelt.keys.flow, misspelt.keys.control) == 0
 
 

@@ -148,8 +148,11 @@ class Flow(Section):
         return 2 * self.max_staleness + 2 if self.stale_limit is None else self.stale_limit
 
 
+LaneName = Literal["auto", "inline", "shm", "redis"]
+
+
 class Broker(Section):
-    lane: Literal["auto", "inline", "shm", "redis"] = Field(
+    lane: LaneName = Field(
         default="auto", description="Way of the observation bytes; auto: inline if small, shm on one host, else redis."
     )
     inline_below_bytes: int = Field(default=32768, ge=0, description="Observations smaller than this travel inline.")

@@ -27,6 +27,10 @@ class PayloadUnreachable(VlaStreamError):
     """A payload reference that this process cannot open: another host, a vanished file, an expired blob."""
 
 
+class PayloadElsewhere(PayloadUnreachable):
+    """A payload in a /dev/shm that this process does not see: another process may well read it."""
+
+
 class Expired(VlaStreamError):
     """A permit, lease or epoch that this process no longer holds; its work must be dropped."""
 

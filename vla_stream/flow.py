@@ -7,17 +7,18 @@ broker/connection.py lists as UNREACHABLE.
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from vla_stream.broker import scripts
 from vla_stream.broker.connection import OUT_OF_MEMORY, Client
 from vla_stream.broker.lanes import shm_folder
 from vla_stream.broker.scripts import Script, Scripts
-from vla_stream.config import Config, validate
+from vla_stream.config import Config, LaneName, validate
 from vla_stream.environments.protocol import Specification
 from vla_stream.errors import BadMessage, Expired, InputError
 from vla_stream.streams.keys import TRAINERS, Keys
@@ -27,6 +28,8 @@ from vla_stream.streams.weights import ENTRIES_KEPT
 
 Desired = Literal["running", "paused", "draining", "stopped"]
 DESIRED: tuple[Desired, ...] = ("running", "paused", "draining", "stopped")
+LANES: tuple[LaneName, ...] = get_args(LaneName)
+SHM_TOKEN = re.compile(r"([0-9a-f]{8})?")
 CONTROL_KEPT = 1000
 TICKETS_JUMPED = 100_000
 EPOCHS_JUMPED = 1000
@@ -36,11 +39,14 @@ OUTCOMES = ("trained", "skipped", "aborted", "expired", "refused", "poisoned", "
 
 @dataclass(frozen=True, slots=True)
 class Permit:
-    """Leave to make one segment. Weights older than min_version must not act in it."""
+    """Leave to make one segment. Weights older than min_version must not act in it. lane, remote_reader: the way of
+    its observations, as in FlowState when it was given."""
 
     ticket: int
     attempt: int
     min_version: int
+    lane: str = "auto"
+    remote_reader: str = ""
 
     @property
     def member(self) -> str:
@@ -49,7 +55,8 @@ class Permit:
 
 @dataclass(frozen=True, slots=True)
 class FlowState:
-    """The `flow` hash. update: commits of this lineage; version: of the newest weights; generation: one server life."""
+    """The `flow` hash. update: commits of this lineage; version: of the newest weights; generation: one server life;
+    lane: what people want; remote_reader: a worker for which `auto` must not mean /dev/shm, or empty."""
 
     desired: Desired
     update: int
@@ -59,6 +66,8 @@ class FlowState:
     generation: str
     next_ticket: int
     shm_token: str
+    lane: LaneName
+    remote_reader: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +133,14 @@ class Flow:
             "target_updates": config.updates,
             "generation": secrets.token_hex(8),
             "shm_token": secrets.token_hex(4),
+            "lane": config.broker.lane,
         }
         counters: dict[str, int] = {}
         if last is not None:
             seen, books = last.state, last.books
-            state |= {name: getattr(seen, name) for name in ("desired", "update", "version", "first_version")}
+            kept = ("desired", "update", "version", "first_version", "shm_token", "lane")
+            state |= {name: getattr(seen, name) for name in kept}
             state["epoch"] = seen.epoch + EPOCHS_JUMPED
-            state["shm_token"] = seen.shm_token
             state["next_ticket"] = seen.next_ticket + TICKETS_JUMPED
             counters = {**books.outcomes, "started": books.started, "given_up": books.given_up}
             # What was in flight, and also what a damaged key had lost before.
@@ -162,8 +172,16 @@ class Flow:
             raise BadMessage(f"{self.keys.flow}: desired is {desired!r}, expected one of {', '.join(DESIRED)}")
         names = ("update", "version", "first_version", "epoch", "next_ticket")
         numbers = {name: _number(self.keys.flow, name, raw.get(name, "0")) for name in names}
-        generation, token = raw.get("generation", ""), raw.get("shm_token", "")
-        return FlowState(desired=desired, generation=generation, shm_token=token, **numbers)
+        token, lane = raw.get("shm_token", ""), raw.get("lane", "auto")
+        # The token becomes a part of a folder's name, in which files are removed.
+        if not SHM_TOKEN.fullmatch(token):
+            raise BadMessage(f"{self.keys.flow}: shm_token is {token[:40]!r}, expected 8 hexadecimal digits")
+        if lane not in LANES:
+            raise BadMessage(f"{self.keys.flow}: lane is {lane[:40]!r}, expected one of {', '.join(LANES)}")
+        generation, reader = raw.get("generation", ""), raw.get("remote_reader", "")
+        return FlowState(
+            desired=desired, generation=generation, shm_token=token, lane=lane, remote_reader=reader, **numbers
+        )
 
     def config(self) -> Config:
         """The run's resolved config, checked as if it were a file. Raises InputError when there is no such run."""
@@ -182,6 +200,17 @@ class Flow:
         when there is no such run: writing it anyway would make half a run that keeps the name."""
         if self._call(scripts.SET_DESIRED, [self.keys.flow, self.keys.control], [desired, by, CONTROL_KEPT]) != 1:
             raise self._no_such_run()
+
+    def set_lane(self, lane: LaneName, by: str, remote_reader: str = "") -> None:
+        """Change the lane of the segments that are begun from now on, and announce it. remote_reader: a live worker
+        that does not see the run's /dev/shm. Raises InputError when there is no such run."""
+        arguments = [lane, by, CONTROL_KEPT, remote_reader]
+        if self._call(scripts.SET_LANE, [self.keys.flow, self.keys.control], arguments) != 1:
+            raise self._no_such_run()
+
+    def add_remote_reader(self, worker_id: str) -> bool:
+        """From now on `auto` means no /dev/shm, since this worker does not see it; False when another one said so."""
+        return bool(self._call(scripts.ANNOUNCE, [self.keys.flow], ["remote_reader", worker_id]) == worker_id.encode())
 
     def specification(self) -> Specification | None:
         """The shapes that the first simulator announced, or None as long as there was none."""
@@ -215,7 +244,10 @@ class Flow:
         reply = self._call(scripts.GRANT, keys, [wanted, int(lease_s * 1000), int(all_or_none)])
         if isinstance(reply, bytes):
             return reply.decode()
-        return [Permit(*parse_member(member.decode()), int(low)) for member, low in reply]
+        return [
+            Permit(*parse_member(member.decode()), int(low), lane.decode(), reader.decode())
+            for member, low, lane, reader in reply
+        ]
 
     def register(self, generation: str, members: Sequence[str], lease_s: float) -> int:
         """Segments in the making when the server lost everything go on under their old permits; returns how many."""
@@ -347,9 +379,10 @@ class Flow:
         outcomes = {name: counters.get(name, 0) for name in OUTCOMES}
         return Books(counters.get("started", 0), permits + published, outcomes, counters.get("given_up", 0))
 
-    def permits(self) -> int:
-        """Segments in the making."""
-        return int(self.client.zcard(self.keys.permits))
+    def permits(self) -> set[str]:
+        """`<ticket>.<attempt>` of all segments in the making."""
+        members: Any = self.client.zrange(self.keys.permits, 0, -1)
+        return {member.decode() for member in members}
 
     def live_members(self) -> set[str]:
         """`<ticket>.<attempt>` of all segments in the making, waiting for their update, or kept for a checkpoint."""

@@ -24,6 +24,7 @@ from vla_stream.config import Config
 from vla_stream.errors import BadMessage, RunFailed
 from vla_stream.policies.protocol import Act, Policy
 from vla_stream.streams.actions import ActionReply, check_act
+from workers.lane_choice import admit, wait_for_segments
 from workers.models import WeightsReader, await_specification, make_policy, torch_device
 from workers.requests import Answerer, Answers, Batch, Collector, collate, is_suspect
 from workers.worker import BLOCK_S, Worker, run_process
@@ -237,6 +238,7 @@ def _cut(act: Act, start: int, stop: int) -> Act:
 def serve(worker: Worker, config: Config) -> None:
     """The main loop of a generator process."""
     torch.set_num_threads(config.generators.threads)
+    unreadable = admit(worker)
     specification = await_specification(worker)
     if specification is None:
         return
@@ -246,6 +248,7 @@ def serve(worker: Worker, config: Config) -> None:
         policy = make_policy(config, specification, device)
     generator = Generator(worker, config, policy, worker.connect)
     generator.weights.device = device
+    wait_for_segments(worker, generator.answerer.queue, unreadable, config.flow.drain_deadline_s)
     stages = Stages(generator)
     worker.state = "running"
     leave_at_s: float | None = None

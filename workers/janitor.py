@@ -1,4 +1,4 @@
-"""Removes a run's files under /dev/shm when its launcher ends, however it ends (F49): SIGKILL included."""
+"""A run's folder under /dev/shm: made by its launcher, and removed when that ends, however it ends (F49)."""
 
 from __future__ import annotations
 
@@ -11,19 +11,23 @@ from pathlib import Path
 CLOSE_DEADLINE_S = 5.0
 
 # $1 the folder. The launcher holds the other end of stdin, and the kernel closes it however the launcher dies. A worker
-# that dies with it may write one more file meanwhile, hence the second look.
+# that dies with it may write one more file meanwhile: then it is tried again. Once gone, the folder is not touched any
+# more, since the next launcher makes it again.
 _WATCHER = r"""
 trap '' HUP INT TERM
-while read -r word; do [ "$word" = now ] && { rm -rf "$1"; exit 0; }; done
-rm -rf "$1"; sleep 1; rm -rf "$1"
+while read -r word; do [ "$word" = now ] && break; done
+rm -rf "$1" || { sleep 1; rm -rf "$1"; }
 """
 
 
 class Janitor:
-    """A small shell that waits for this process's end and then removes `folder`."""
+    """A small shell that waits for this process's end, SIGKILL included, and then removes `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        # Where there is no /dev/shm, observations take another way.
+        with contextlib.suppress(OSError):
+            folder.mkdir(mode=0o700, exist_ok=True)
         self._watcher: subprocess.Popen[bytes] | None = subprocess.Popen(
             ["/bin/sh", "-c", _WATCHER, "vla-stream-janitor", str(folder)],
             stdin=subprocess.PIPE,

@@ -17,7 +17,7 @@ from vla_stream.broker.queue import Entry, WorkQueue
 from vla_stream.broker.scripts import ANSWER, Scripts
 from vla_stream.config import Config
 from vla_stream.environments.protocol import Observations
-from vla_stream.errors import BadMessage, PayloadUnreachable
+from vla_stream.errors import BadMessage, PayloadElsewhere, PayloadUnreachable
 from vla_stream.streams.actions import ActionReply
 from vla_stream.streams.keys import GENERATORS
 from vla_stream.streams.obs_requests import ObsRequest
@@ -26,6 +26,7 @@ from workers.worker import Worker
 
 SWEEP_S = 60.0
 TAKEN_OVER_AT_ONCE = 16
+ELSEWHERE_WORD_S = 30.0
 MAX_DELIVERIES = 3
 TRIAL_S = 3600  # longer than a generator takes to load its model again
 
@@ -75,7 +76,8 @@ class Collector:
         self.batcher: Batcher[Work] = Batcher(config.generators.max_batch_size, config.generators.max_wait_ms)
         self.refusals: Answers = []
         self.owned: dict[str, float] = {}  # entry id -> when it was read; until its reply is published
-        self._next_take_over_s = self._next_sweep_s = 0.0
+        self._elsewhere: dict[str, float] = {}  # entry id -> when it was first handed back
+        self._next_take_over_s = self._next_sweep_s = self._next_word_s = 0.0
 
     def recover(self) -> None:
         """At start and after each reconnect: the group, and what an earlier life or a lost reply left to us (F03)."""
@@ -134,6 +136,11 @@ class Collector:
             self.batcher.add(
                 Work(entry, request, observations), request.n, _shape(entry, request, observations), entry.born_ms
             )
+        except PayloadElsewhere as exc:
+            assert request is not None
+            if self._hand_back(entry, str(exc)):
+                return
+            self._refuse(entry, request, str(exc))
         except PayloadUnreachable as exc:
             assert request is not None
             self._refuse(entry, request, str(exc))
@@ -144,6 +151,21 @@ class Collector:
                 return
             self._refuse(entry, request, str(exc))
         self.owned[entry.id] = time.monotonic()
+
+    def _hand_back(self, entry: Entry, reason: str) -> bool:
+        """Leave to other generators what lies in a /dev/shm that is not here; False when none took it for a lease."""
+        now_s, lease_s = time.monotonic(), self.config.flow.lease_s
+        # All look for such entries twice per lease, this one too.
+        if now_s - self._elsewhere.setdefault(entry.id, now_s) > lease_s:
+            del self._elsewhere[entry.id]
+            return False
+        self._elsewhere = {name: first_s for name, first_s in self._elsewhere.items() if now_s - first_s < 3 * lease_s}
+        self.queue.hand_back(entry.id)
+        self.worker.meter.count("handed_back")
+        if now_s >= self._next_word_s:
+            self._next_word_s = now_s + ELSEWHERE_WORD_S
+            self.worker.say("elsewhere", f"requests are left to other generators: {reason}")
+        return True
 
     def _refuse(self, entry: Entry, request: ObsRequest, reason: str) -> None:
         """The slot that waits must hear of it: it aborts its segment and goes on."""

@@ -20,10 +20,11 @@ from vla_stream.broker.queue import Entry
 from vla_stream.config import Config
 from vla_stream.environments.protocol import Observations
 from vla_stream.errors import BadMessage, EnvironmentFailed, Expired, PayloadUnreachable
+from vla_stream.flow import Permit
 from vla_stream.streams.actions import ActionReply
 from vla_stream.streams.obs_requests import ObsRequest
 from workers.environment_host import Host, Outcome, ProcessHost
-from workers.lane_choice import choose_lane, lane_through_redis
+from workers.lane_choice import LaneChoice, admit
 from workers.replies import Replies, ReplyThread
 from workers.slot import Place, Slot, State, new_incarnation, slot_part
 from workers.worker import BEAT_S, Worker, run_process
@@ -60,7 +61,7 @@ class Simulator:
         self.worker, self.config = worker, config
         self.flow, self.keys, self.meter = worker.flow, worker.keys, worker.meter
         self.incarnation = new_incarnation()
-        self.lane = choose_lane(config, worker)
+        self.lanes = LaneChoice(worker, config)
         self.replies = Replies(worker.client, self.keys.actions(worker.id))
         self._action_shape = (config.policy.chunk, hosts[0].specification.action_dims)
         simulators = config.simulators
@@ -73,8 +74,6 @@ class Simulator:
                     slice(index * k, (index + 1) * k),
                     config.segment_steps,
                     whole_episode=simulators.segment == "episode",
-                    lane=self.lane,
-                    inline_below=0 if config.broker.lane in ("shm", "redis") else config.broker.inline_below_bytes,
                 )
                 for index in range(simulators.slots)
             ]
@@ -254,7 +253,7 @@ class Simulator:
                 request = slot.ask(observations)
             except PayloadUnreachable as exc:
                 self._abort(slot, str(exc))
-                self._leave_lane(str(exc))
+                self.lanes.failed(slot.lane, str(exc))
             else:
                 self._outbox[str(request.id)] = (slot, request)
 
@@ -286,7 +285,7 @@ class Simulator:
                     self.flow.publish(slot.permit.member, trajectory.to_fields())
                 except PayloadUnreachable as exc:
                     self._abort(slot, str(exc))
-                    self._leave_lane(str(exc))
+                    self.lanes.failed(slot.lane, str(exc))
                 except Expired as exc:
                     self.worker.say("expired", str(exc))
                     slot.drop()
@@ -309,7 +308,9 @@ class Simulator:
             whole = batch.host.whole_batch
             if not idle or batch.resetting or (whole and len(idle) < len(batch.slots)):
                 continue
-            granted = self.flow.grant(len(idle), self.config.flow.lease_s, all_or_none=whole)
+            granted: list[Permit] | str | None = self.lanes.reason_to_wait(len(idle))
+            if granted is None:
+                granted = self.flow.grant(len(idle), self.config.flow.lease_s, all_or_none=whole)
             if isinstance(granted, str):
                 self.worker.state = f"waiting: {granted}"
                 self._permit_wait_s = min(LONGEST_PERMIT_WAIT_S, self._permit_wait_s * 1.5)
@@ -317,17 +318,10 @@ class Simulator:
             self.worker.state = "running"
             self._permit_wait_s = FIRST_PERMIT_WAIT_S
             for slot, permit in zip(idle, granted, strict=False):
-                slot.lane = self.lane
-                slot.begin(permit)
+                slot.begin(permit, *self.lanes.choose(permit))
                 moved = True
         self._next_permit_s = now_s + self._permit_wait_s
         return moved
-
-    def _leave_lane(self, reason: str) -> None:
-        """A full /dev/shm must not end a run: segments begun from now on take another way (F28)."""
-        if self.config.broker.lane == "auto" and self.lane is not None and self.lane.name == "shm":
-            self.lane = lane_through_redis(self.worker)
-            self.worker.say("lane", f"observations travel through Redis from now on: {reason}")
 
     def _renew_and_ask_again(self) -> None:
         now_s = time.monotonic()
@@ -408,6 +402,7 @@ def make_hosts(config: Config, make: Callable[[Config, int], Host]) -> list[Host
 
 def serve(worker: Worker, config: Config) -> None:
     """The main loop of a simulator process: until drained, stopped, or its environments keep failing."""
+    admit(worker)
     with worker.long_step("starting environments"):
         hosts = make_hosts(config, ProcessHost)
     simulator = Simulator(worker, config, hosts)

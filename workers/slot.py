@@ -68,12 +68,11 @@ class Slot:
     rows: its part of the batch. whole_episode: `segment: episode`, no resets, rows that ended are held.
     """
 
-    def __init__(
-        self, place: Place, rows: slice, steps: int, *, whole_episode: bool, lane: Lane | None, inline_below: int
-    ) -> None:
+    def __init__(self, place: Place, rows: slice, steps: int, *, whole_episode: bool) -> None:
         self.place, self.rows, self.steps, self.whole_episode = place, rows, steps, whole_episode
         self.k = rows.stop - rows.start
-        self.lane, self.inline_below = lane, inline_below
+        self.lane: Lane | None = None
+        self.inline_below = 0
         self.state = State.IDLE
         self.permit: Permit | None = None
         self.request: ObsRequest | None = None
@@ -99,9 +98,10 @@ class Slot:
         """Chunk steps done in this segment."""
         return len(self._record.chunks)
 
-    def begin(self, permit: Permit) -> None:
-        """A permit was given."""
+    def begin(self, permit: Permit, lane: Lane | None = None, inline_below: int = 0) -> None:
+        """A permit was given. Observations of at least `inline_below` bytes take `lane`, if there is one."""
         self.permit = permit
+        self.lane, self.inline_below = lane, inline_below
         self._segment = segment_name(permit.ticket, permit.attempt)
         self._record = _Record()
         if self.whole_episode:

@@ -34,6 +34,7 @@ from vla_stream.streams import presence
 from vla_stream.streams.keys import TRAINERS
 from vla_stream.streams.trajectories import Trajectory
 from vla_stream.streams.weights import WeightsManifest
+from workers.lane_choice import admit
 from workers.models import (
     await_specification,
     keep_chunks,
@@ -494,6 +495,8 @@ def load_policy(policy: Policy, folder: Path) -> None:
 def serve(worker: Worker, config: Config) -> None:
     """The main loop of a trainer process: until all updates are done, or drained."""
     torch.set_num_threads(config.trainer.threads)
+    # What is published in another /dev/shm is no other trainer's either: it is refused, so there is no wait for it.
+    admit(worker)
     specification = await_specification(worker)
     if specification is None:
         return

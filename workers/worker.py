@@ -28,10 +28,11 @@ from vla_stream.broker.connection import (
     check_server,
     connect,
 )
+from vla_stream.broker.lanes import shm_folder
 from vla_stream.broker.queue import Entry
-from vla_stream.config import Config
+from vla_stream.config import Config, LaneName
 from vla_stream.errors import Expired, Hopeless, InputError, RunFailed, VlaStreamError
-from vla_stream.flow import Desired, Flow
+from vla_stream.flow import Desired, Flow, FlowState
 from vla_stream.metrics import Meter
 from vla_stream.streams import notices, presence
 from vla_stream.streams.keys import Keys
@@ -61,6 +62,9 @@ class Worker:
         self.meter = Meter()
         self.desired: Desired = "running"
         self.generation = ""  # of the server's life, as seen last
+        self.lane: LaneName = "auto"  # the run's, as seen last
+        self.sees_shm: bool | None = None  # whether the run's folder under /dev/shm is here; None: not looked yet
+        self.changed_lane = False  # this worker made `auto` mean Redis
         self.version = 0
         self.state = "starting"
         self.device = ""
@@ -111,7 +115,22 @@ class Worker:
         state = self.flow.state()
         if state is not None:
             self.desired, self.generation = state.desired, state.generation
+            self._mind_the_lane(state)
         self.emit("second", self.meter.sample())
+
+    def _mind_the_lane(self, state: FlowState) -> None:
+        """A reader that does not see the run's /dev/shm has observations sent through Redis (F28)."""
+        folder = shm_folder(self.keys.run, state.shm_token)
+        self.lane, self.sees_shm = state.lane, folder.is_dir()
+        if self.role not in presence.READERS or self.sees_shm or state.lane != "auto" or state.remote_reader:
+            return
+        if self.flow.add_remote_reader(self.id):
+            self.changed_lane = True
+            self.say(
+                "lane",
+                f"observations travel through Redis from now on: {self.id} on {socket.gethostname()} does not see "
+                f"{folder}; once it is gone: vla-stream lane auto --run {self.keys.run}",
+            )
 
     def look_again(self) -> None:
         """The next `beat` reads the desired state, however short ago the last one was."""
@@ -212,6 +231,7 @@ class Worker:
             "state": self._shown_state(),
             "progress": self.progress,
             "started_ms": self._started_ms,
+            "shm": {True: "yes", False: "no", None: ""}[self.sees_shm],
         }
         return presence.claim(self.flow.scripts, self.keys, self.id, self.token, self._ttl_s, fields)
 

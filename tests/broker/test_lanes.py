@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -23,10 +23,10 @@ from vla_stream.broker.lanes import (
     parse_reference,
     segment_name,
     shm_folder,
-    shm_usable,
+    shm_lacks,
     sweep,
 )
-from vla_stream.errors import BadMessage, PayloadUnreachable
+from vla_stream.errors import BadMessage, PayloadElsewhere, PayloadUnreachable
 from vla_stream.streams.keys import Keys
 
 DATA = [os.urandom(1000), os.urandom(37), os.urandom(64)]
@@ -34,7 +34,9 @@ DATA = [os.urandom(1000), os.urandom(37), os.urandom(64)]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return tmp_path / "lane"
+    made = tmp_path / "lane"
+    made.mkdir()
+    return made
 
 
 @pytest.fixture
@@ -122,11 +124,10 @@ def test_every_shm_write_starts_aligned_so_that_mapped_arrays_are(folder: Path) 
     assert offsets == [0, 1008, 1056]
 
 
-def test_shm_files_and_their_folder_are_private_to_the_user(folder: Path) -> None:
+def test_shm_files_are_private_to_the_user(folder: Path) -> None:
     segment = segment_name(1, 1)
     ShmLane(folder).write(segment, 0, b"x")
     assert (folder / segment).stat().st_mode & 0o777 == 0o600
-    assert folder.stat().st_mode & 0o777 == 0o700
 
 
 def test_a_mapped_payload_stays_valid_after_its_file_is_removed(folder: Path, reader: PayloadReader) -> None:
@@ -182,16 +183,23 @@ def test_f28_a_full_shm_is_a_named_error_and_the_write_can_be_repeated(
     assert [bytes(reader.read(item)) for item in (first, second)] == DATA[:2]
 
 
-def test_f28_a_folder_that_cannot_be_made_is_a_named_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
+def test_f28_a_writer_does_not_make_the_runs_folder_which_marks_its_launchers_dev_shm(tmp_path: Path) -> None:
     with pytest.raises(PayloadUnreachable, match="cannot create a segment file"):
-        ShmLane(tmp_path / "file").write(segment_name(1, 1), 0, b"x")
+        ShmLane(tmp_path / "another").write(segment_name(1, 1), 0, b"x")
+    assert not (tmp_path / "another").exists()
 
 
-def test_f28_a_reference_of_another_host_is_unreachable_and_not_damaged(folder: Path, reader: PayloadReader) -> None:
-    reference = ShmLane(folder.with_name("other host")).write(segment_name(1, 1), 0, b"x")
-    with pytest.raises(PayloadUnreachable, match="cannot be opened here"):
+def test_f28_a_reference_of_another_host_is_told_from_one_that_is_gone(
+    client: Client, keys: Keys, folder: Path, reader: PayloadReader
+) -> None:
+    segment = segment_name(1, 1)
+    reference = ShmLane(folder).write(segment, 0, b"x")
+    with pytest.raises(PayloadElsewhere, match="cannot be opened here"):
+        PayloadReader(client, keys.blob, folder.with_name("another host")).read(reference)
+    reader.remove(reference)
+    with pytest.raises(PayloadUnreachable, match="cannot be opened here") as caught:
         reader.read(reference)
+    assert type(caught.value) is PayloadUnreachable
 
 
 def test_f28_a_file_shorter_than_its_reference_is_refused_before_it_is_mapped(
@@ -206,7 +214,6 @@ def test_f28_a_file_shorter_than_its_reference_is_refused_before_it_is_mapped(
 
 def test_a_link_in_the_folder_is_not_followed(folder: Path, reader: PayloadReader, tmp_path: Path) -> None:
     segment = segment_name(1, 1)
-    folder.mkdir()
     (tmp_path / "secret").write_bytes(b"secret")
     (folder / segment).symlink_to(tmp_path / "secret")
     with pytest.raises(PayloadUnreachable):
@@ -228,8 +235,8 @@ def test_the_sweep_removes_only_old_files_of_no_live_ticket(folder: Path) -> Non
     assert sorted(os.listdir(folder)) == sorted(names[member] for member in ("1.2", "2.1", "3.1"))
 
 
-def test_a_sweep_of_a_folder_that_does_not_exist_removes_nothing(folder: Path) -> None:
-    assert sweep(folder, set(), 0) == 0
+def test_a_sweep_of_a_folder_that_does_not_exist_removes_nothing(tmp_path: Path) -> None:
+    assert sweep(tmp_path / "none", set(), 0) == 0
 
 
 def test_renewing_or_removing_a_segment_that_is_gone_does_nothing(lane: Either) -> None:
@@ -242,15 +249,12 @@ def test_shm_folders_of_two_servers_or_two_runs_differ() -> None:
     assert shm_folder("a", "unix:///1") == shm_folder("a", "unix:///1")
 
 
-def test_f28_shm_that_is_too_small_or_missing_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(lanes, "SHM_ROOT", tmp_path)
-    free = SimpleNamespace(free=64 << 20)
-    monkeypatch.setattr(lanes.shutil, "disk_usage", lambda _: free)
-    assert shm_usable() is None
-    free.free -= 1
-    assert shm_usable() == f"{tmp_path} has 63 MiB free, a run needs 64 MiB"
-    monkeypatch.setattr(lanes, "SHM_ROOT", tmp_path / "none")
-    assert shm_usable() == f"{tmp_path / 'none'} is not a writable folder"
+def test_f28_shm_that_is_full_or_another_says_so(folder: Path, tmp_path: Path) -> None:
+    free = shutil.disk_usage(folder).free
+    assert shm_lacks(folder, free // 2) is None
+    assert shm_lacks(folder, 10 * free) == "/dev/shm is full"
+    none = tmp_path / "none"
+    assert shm_lacks(none, 0) == f"{none} is not there: its launcher has another /dev/shm, or none"
 
 
 # ---- redis

@@ -91,6 +91,7 @@ def test_attached_workers_that_outlived_their_launcher_are_taken_over_on_resume_
     assert flow.create(config)
     before = flow.state()
     flow.set_desired("paused", by="Ctrl-C")
+    flow.set_lane("shm", by="a person", remote_reader="one that is gone")
     attach(client, keys, "simulator-7", "simulator")
     with pytest.raises(InputError, match="1 live workers, for example simulator-7 on elsewhere"):
         make(config, redis_url, signals).__enter__()
@@ -122,7 +123,7 @@ def test_the_end_leaves_no_key_no_file_and_no_process_even_after_an_error(
 ) -> None:
     with pytest.raises(RuntimeError, match="in between"), make(config, redis_url, signals) as launch:
         shm = launch.flow.shm_folder()
-        shm.mkdir(mode=0o700)
+        assert shm.stat().st_mode & 0o777 == 0o700
         (shm / "1.1-0011aabb").touch()
         sample(client, keys, "simulator-0", "simulator", "second", {"env_steps": 5})
         launch.beat()

@@ -111,6 +111,42 @@ def test_pause_and_resume_set_what_is_desired(client: Client, keys: Keys, where:
     assert desired == ["paused", "running", "draining", "stopped"]
 
 
+def test_the_lane_is_shown_and_changed(
+    client: Client, keys: Keys, where: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(["lane", "redis", *where]) == 0
+    assert capsys.readouterr().out == f"run {keys.run}: segments begun from now on have lane redis\n"
+    assert call(["status", *where, "--json"]) == 0
+    flow = json.loads(capsys.readouterr().out)["flow"]
+    assert (flow["lane"], flow["remote_reader"]) == ("redis", "")
+    assert call(["status", *where]) == 0
+    assert "\nlane     redis\n" in capsys.readouterr().out
+
+
+def test_while_a_reader_does_not_see_dev_shm_lane_auto_means_redis_and_lane_shm_is_refused(
+    client: Client, keys: Keys, where: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    flow = Flow(client, keys)
+    assert flow.add_remote_reader("generator-1"), "which has ended meanwhile"
+    client.hset(keys.worker("generator-2"), mapping={"role": "generator", "host": "node7", "pid": 12, "shm": "no"})
+    assert call(["lane", "shm", *where]) == 2
+    assert "lane shm: generator-2 on node7 does not see /dev/shm of run" in capsys.readouterr().err
+    assert call(["lane", "auto", *where]) == 0
+    assert "have lane auto, which is through Redis for generator-2" in capsys.readouterr().out
+    assert call(["status", *where]) == 0
+    assert "lane     auto, now through Redis: generator-2 does not see /dev/shm of the run" in capsys.readouterr().out
+    client.delete(keys.worker("generator-2"))
+    for lane in ("auto", "shm"):
+        assert call(["lane", lane, *where]) == 0
+        state = flow.state()
+        assert state is not None and (state.lane, state.remote_reader) == (lane, "")
+
+
+def test_an_unknown_lane_is_refused(where: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(["lane", "tcp", *where]) == 2
+    assert "lane 'tcp': unknown, expected one of auto, inline, shm, redis" in capsys.readouterr().err
+
+
 def test_a_stopped_run_cannot_be_resumed_in_place(
     where: list[str], keys: Keys, capsys: pytest.CaptureFixture[str]
 ) -> None:

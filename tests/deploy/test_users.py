@@ -110,7 +110,9 @@ def cluster(tmp_path: Path, port: int, run_name: str) -> Iterator[Cluster]:
 
 
 def config_of(cluster: Cluster, **sections: Any) -> configs.Config:
-    """Two tiny updates, with observations through Redis: the way that needs the most rights."""
+    """Two tiny updates, with observations through Redis: the way that needs the most rights.
+
+    Without a launcher nobody has the run's folder under /dev/shm, so that readers have `auto` mean Redis."""
     data: dict[str, Any] = {
         "name": cluster.run,
         "updates": 2,
@@ -121,7 +123,7 @@ def config_of(cluster: Cluster, **sections: Any) -> configs.Config:
         "generators": {"max_batch_size": 4},
         "trainer": {"segments_per_update": 2, "epochs": 1, "critic_warmup_updates": 0},
         "flow": {"lease_s": 2.0},
-        "broker": {"lane": "redis", "inline_below_bytes": 0},
+        "broker": {"inline_below_bytes": 0},
         "evaluation": {"episodes": 0},
     }
     return configs.validate(data | sections)
@@ -143,6 +145,11 @@ def test_f33_a_run_works_with_every_worker_and_every_command_under_its_own_user(
 
         wait_for(lambda: update() >= 2 or refusals(admin), cluster.logs)
         assert refusals(admin) == []
+        state = flow.state()
+        assert state is not None and state.remote_reader in ("generator-0", "trainer-0")
+        assert list(admin.scan_iter(match=Keys(cluster.run).blob("*")))
+        code, shown = cluster.call("launcher", "lane", "auto")
+        assert code == 0 and "which is through Redis for" in shown, shown
         for arguments in (("status",), ("events",), ("inspect", "trajectories"), ("inspect", "metrics")):
             code, shown = cluster.call("viewer", *arguments)
             assert code == 0, shown
@@ -209,6 +216,7 @@ FORBIDDEN = {
         "XREAD STREAMS vla:{r}:trajectories 0",
         "XADD vla:{r}:obs-requests * a 1",
         "HSET vla:{r}:flow desired stopped",
+        "HDEL vla:{r}:flow remote_reader",
         "ZREM vla:{r}:permits 1.1",
         "HSET vla:{r}:blob:1.1-0 0 x",
         "DEL vla:{r}:actions:simulator-0",

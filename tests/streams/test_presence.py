@@ -29,9 +29,9 @@ def ended_pid() -> int:
 def test_a_worker_reads_as_it_wrote_itself(client: Client, run_name: str) -> None:
     keys = Keys(run_name)
     put(client, keys, "generator-0", host="node7", pid=4711, device="cuda:0", version=12, state="running",
-        progress=380, started_ms=1764450000000)  # fmt: skip
+        progress=380, started_ms=1764450000000, shm="yes")  # fmt: skip
     assert alive(client, keys) == [
-        Presence("generator-0", "generator", "node7", 4711, "cuda:0", 12, "running", 380, 1764450000000)
+        Presence("generator-0", "generator", "node7", 4711, "cuda:0", 12, "running", 380, 1764450000000, "yes")
     ]
 
 

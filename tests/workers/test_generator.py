@@ -22,6 +22,7 @@ from fakes import POISON, Line
 from live_run import Run
 
 from vla_stream.broker.connection import OUT_OF_MEMORY, UNREACHABLE, connect
+from vla_stream.broker.lanes import ShmLane, segment_name
 from vla_stream.broker.scripts import Scripts
 from vla_stream.broker.server import EmbeddedServer
 from vla_stream.config import Config
@@ -446,6 +447,49 @@ def test_f28_a_request_whose_payload_is_unreachable_gets_an_error_reply(make: Ma
     (reply,) = bench.serve(generator)
     assert reply.act is None and "cannot be opened here" in reply.error
     assert bench.waiting() == bench.pending() == 0 and not generator.collector.owned
+
+
+def remote_generator(bench: Bench, folder: Path, number: int = 7) -> Generator:
+    """One that does not see the run's folder under /dev/shm."""
+    made = bench.generator(number)
+    made.collector.reader.folder = folder / "another host"
+    return made
+
+
+def test_f28_a_request_in_a_dev_shm_that_is_not_here_is_served_by_another_generator_and_counts_no_delivery(
+    make: Make, run: Run, tmp_path: Path
+) -> None:
+    bench = make(flow__lease_s=1.0)
+    remote, other = remote_generator(bench, tmp_path), bench.generator()
+    lane = ShmLane(run.shm)
+    for ticket in (1, 2):
+        segment = segment_name(ticket, 1)
+        bench.request(ticket, ref=lane.write(segment, 0, pack_observations(look())))
+    bench.until(lambda: remote.step(None) or bench.pending() == 2)
+    assert bench.replies() == [] and not remote.collector.owned
+    pending: Any = run.client.xpending_range(run.keys.obs_requests, "generators", "-", "+", 10)
+    assert [item["times_delivered"] for item in pending] == [0, 0]
+    # Both look for such entries; whoever finds them first, they end where they can be read.
+    bench.until(lambda: remote.step(None) or other.step(None) or len(bench.replies()) == 2)
+    assert all(reply.act is not None for reply in bench.replies())
+    assert bench.waiting() == bench.pending() == 0 and bench.letters() == []
+    (text,) = [text for kind, text in run.events() if kind == "elsewhere"]
+    assert text.startswith("requests are left to other generators: ") and "cannot be opened here" in text
+
+
+def test_f28_a_request_that_no_generator_can_read_gets_an_error_reply_after_a_lease(
+    make: Make, run: Run, tmp_path: Path
+) -> None:
+    bench = make(flow__lease_s=0.4)
+    generators = [remote_generator(bench, tmp_path, number) for number in (7, 8)]
+    bench.request(1, ref=ShmLane(run.shm).write(segment_name(1, 1), 0, pack_observations(look())))
+    started_s = time.monotonic()
+    bench.until(lambda: any(generator.step(None) for generator in generators) or len(bench.replies()) == 1)
+    (reply,) = bench.replies()
+    assert reply.act is None and "cannot be opened here" in reply.error
+    assert time.monotonic() - started_s > 0.4
+    assert bench.waiting() == bench.pending() == 0
+    assert not any(generator.collector.owned for generator in generators)
 
 
 def test_f03_a_broken_connection_while_a_payload_is_read_strands_no_request(

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from live_run import Run
 
+from vla_stream.broker import lanes
 from vla_stream.broker.connection import UNREACHABLE
 from vla_stream.broker.lanes import PayloadReader
 from vla_stream.config import Config
@@ -20,7 +25,6 @@ from vla_stream.streams.actions import ActionReply
 from vla_stream.streams.obs_requests import ObsRequest
 from vla_stream.streams.trajectories import Trajectory
 from workers.environment_host import LocalHost, Outcome
-from workers.lane_choice import is_local
 from workers.simulator import Simulator, make_hosts
 from workers.slot import State
 
@@ -417,7 +421,7 @@ def test_closing_gives_permits_back_and_removes_streams_and_files(make: Make, ru
 def test_observations_below_the_threshold_travel_inline(make: Make, run: Run) -> None:
     bench = make()
     assert all(request.payload is not None for request in bench.requests().values())
-    assert not run.shm.exists()
+    assert list(run.shm.iterdir()) == []
 
 
 def test_observations_above_the_threshold_travel_in_one_file_per_segment_which_an_abort_removes(
@@ -444,20 +448,79 @@ def test_the_redis_lane_reaches_a_reader_that_cannot_see_dev_shm(make: Make, run
     assert run.client.hlen(key) == T + 1 and 0 < run.client.pttl(key) <= 3_600_000
 
 
-def test_f28_a_full_dev_shm_is_left_for_the_redis_lane(
-    make: Make, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def lanes_of(bench: Bench) -> list[str]:
+    return [request.ref.split(":")[0] for request in bench.requests().values()]
+
+
+def full(*_: object) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_f28_with_lane_auto_a_write_that_fails_costs_its_segments_and_the_next_ones_take_the_redis_lane(
+    make: Make, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = make(weights=0, broker__inline_below_bytes=100)
-    lane: Any = bench.simulator.lane
-    monkeypatch.setattr(lane, "folder", tmp_path / "nothing" / "there")
+    monkeypatch.setattr(lanes.os, "pwrite", full)
     run.allow()
     bench.until(lambda: len(bench.requests()) == 2)
-    assert [request.ref.split(":")[0] for request in bench.requests().values()] == ["redis", "redis"]
-    assert "observations travel through Redis from now on" in str(run.events())
+    assert lanes_of(bench) == ["redis", "redis"]
+    (text,) = [text for kind, text in run.events() if kind == "lane"]
+    assert text.startswith("observations travel through Redis: ") and "No space left on device" in text
     assert run.flow.books().outcomes["aborted"] == 2 and run.flow.books().balance == 0
 
 
-def test_only_urls_that_surely_name_this_host_count_as_local() -> None:
-    local = ["unix:///tmp/x.sock", "redis://localhost", "redis://:secret@127.0.0.1:6379/0", "redis://[::1]:6379"]
-    remote = ["redis://mylocalhost:6379", "redis://localhost:6379@node7:6379", "rediss://node7"]
-    assert [is_local(url) for url in local + remote] == [True] * len(local) + [False] * len(remote)
+def test_f28_with_lane_auto_segments_take_the_redis_lane_while_dev_shm_is_nearly_full_or_not_the_launchers(
+    make: Make, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make(weights=0, broker__inline_below_bytes=100, trainer__segments_per_update=99)
+    free = SimpleNamespace(free=lanes.MIN_FREE_BYTES - 1)
+    monkeypatch.setattr(lanes.shutil, "disk_usage", lambda _: free)
+    run.allow()
+    bench.until(lambda: lanes_of(bench) == ["redis", "redis"])
+    free.free += 1
+    for _ in range(T):
+        bench.serve()
+    bench.until(lambda: lanes_of(bench) == ["shm", "shm"])
+    monkeypatch.undo()
+    shutil.rmtree(run.shm)  # as when the launcher ends
+    # What is begun goes on in files without a name.
+    for _ in range(T):
+        bench.serve()
+    bench.until(lambda: lanes_of(bench) == ["redis", "redis"])
+    books = run.flow.books()
+    assert books.outcomes["aborted"] == 0 and books.balance == 0 and run.kinds().count("lane") == 1
+
+
+def test_f28_with_lane_shm_a_full_dev_shm_is_waited_for_visibly_and_no_segment_is_begun_or_lost(
+    make: Make, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make(weights=0, broker__lane="shm", trainer__segments_per_update=99)
+    bench.worker.beat()
+    run.allow()
+    bench.until(lambda: lanes_of(bench) == ["shm", "shm"])
+    free = SimpleNamespace(free=0)
+    monkeypatch.setattr(lanes.shutil, "disk_usage", lambda _: free)
+    for _ in range(T):
+        assert bench.serve() == 2, "what is begun is finished"
+    bench.until(lambda: bench.worker.state == "waiting: /dev/shm is full")
+    until_s = time.monotonic() + 0.3
+    bench.until(lambda: time.monotonic() > until_s)
+    assert bench.requests() == {} and run.flow.books().started == 2
+    (text,) = [text for kind, text in run.events() if kind == "lane"]
+    assert text == (f"simulator-0 waits: /dev/shm is full; make room there, or: vla-stream lane redis --run {run.name}")
+    free.free = 10**9
+    bench.until(lambda: lanes_of(bench) == ["shm", "shm"])
+    assert bench.worker.state == "running" and run.flow.books().outcomes["aborted"] == 0
+
+
+def test_the_lane_of_a_live_run_changes_for_segments_begun_from_then_on(make: Make, run: Run) -> None:
+    bench = make(simulators__slots=1, broker__inline_below_bytes=100, trainer__segments_per_update=99)
+    seen = []
+    for lane in ("redis", "inline", "auto", "shm"):
+        seen.append(lanes_of(bench))
+        run.flow.set_lane(lane, by="a person")
+        for _ in range(T):
+            bench.serve()
+        bench.until(bench.requests)
+    assert [*seen, lanes_of(bench)] == [["shm"], ["redis"], [""], ["shm"], ["shm"]]
+    assert len(bench.trajectories()) == 4 and run.flow.books().outcomes["aborted"] == 0

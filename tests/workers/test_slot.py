@@ -21,9 +21,9 @@ K, T, H, A = 2, 3, 2, 2
 NONE = np.zeros(K, dtype=bool)
 
 
-def make_slot(steps: int = T, *, episode: bool = False, lane: ShmLane | None = None) -> Slot:
+def make_slot(steps: int = T, *, episode: bool = False) -> Slot:
     place = Place("simulator-0", "9f2c11ab", 0, 1)
-    return Slot(place, slice(K, 2 * K), steps, whole_episode=episode, lane=lane, inline_below=0)
+    return Slot(place, slice(K, 2 * K), steps, whole_episode=episode)
 
 
 def seen(*values: float) -> Observations:
@@ -66,9 +66,9 @@ def shown(payload: bytes | str) -> list[float]:
     return [float(value) for value in unpack_observations(payload).state[:, 0]]
 
 
-def run_segment(slot: Slot, ticket: int, version: int = 4) -> Trajectory:
+def run_segment(slot: Slot, ticket: int, version: int = 4, lane: ShmLane | None = None) -> Trajectory:
     """A whole segment of T steps in which nothing ends."""
-    slot.begin(Permit(ticket, 1, 0))
+    slot.begin(Permit(ticket, 1, 0), lane)
     slot.ask(seen(0, 0))
     for step in range(T):
         turn(slot, chunk(seen(step + 1, step + 1)), version)
@@ -256,12 +256,14 @@ def test_dropping_a_segment_forgets_it_and_resets_all_rows() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return tmp_path / "shm"
+    made = tmp_path / "shm"
+    made.mkdir()
+    return made
 
 
 def test_the_bytes_of_a_segment_are_written_once_into_one_file_which_stays_until_it_is_trained(folder: Path) -> None:
-    slot = make_slot(lane=ShmLane(folder))
-    trajectory = run_segment(slot, 7)
+    slot = make_slot()
+    trajectory = run_segment(slot, 7, lane=ShmLane(folder))
     (file,) = folder.iterdir()
     references = trajectory.references()
     assert len(references) == T + 1 and {reference.split(":")[1] for reference in references} == {file.name}
@@ -269,8 +271,8 @@ def test_the_bytes_of_a_segment_are_written_once_into_one_file_which_stays_until
 
 
 def test_dropping_a_segment_removes_its_file(folder: Path) -> None:
-    slot = make_slot(lane=ShmLane(folder))
-    slot.begin(Permit(7, 1, 0))
+    slot = make_slot()
+    slot.begin(Permit(7, 1, 0), ShmLane(folder))
     slot.ask(seen(0, 0))
     assert len(list(folder.iterdir())) == 1
     slot.drop()
@@ -278,8 +280,8 @@ def test_dropping_a_segment_removes_its_file(folder: Path) -> None:
 
 
 def test_f28_a_lane_that_is_full_is_said_and_leaves_nothing(folder: Path) -> None:
-    slot = make_slot(lane=ShmLane(folder / "nothing" / "there"))
-    slot.begin(Permit(7, 1, 0))
+    slot = make_slot()
+    slot.begin(Permit(7, 1, 0), ShmLane(folder / "nothing" / "there"))
     with pytest.raises(PayloadUnreachable, match="cannot create a segment file"):
         slot.ask(seen(0, 0))
     slot.drop()

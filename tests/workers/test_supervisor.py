@@ -352,8 +352,6 @@ def test_f49_a_supervisor_killed_by_sigkill_leaves_no_worker_and_no_file(
     redis_url: str, run_name: str, tmp_path: Path
 ) -> None:
     shm = tmp_path / "shm"
-    shm.mkdir()
-    (shm / "1.1-0011aabb").touch()
     worker = (
         "import os, sys, time; from workers.lifeline import die_with_parent;"
         "die_with_parent(int(os.environ['VLA_STREAM_PARENT'])); print(os.getpid(), flush=True); time.sleep(600)"
@@ -364,6 +362,7 @@ from pathlib import Path
 from workers.janitor import Janitor
 from workers.supervisor import Supervisor
 janitor = Janitor(Path({str(shm)!r}))
+(janitor.folder / "1.1-0011aabb").touch()
 command = lambda role, run, worker_id: [sys.executable, "-c", {worker!r}]
 supervisor = Supervisor({redis_url!r}, {run_name!r}, Path({str(tmp_path)!r}), command=command)
 supervisor.launch("simulator", 2)

@@ -1,9 +1,11 @@
 """Ways for observation bytes: written once by the simulator, read by a generator and the trainer.
 
 inline  in the entry itself; no reference.
-shm     one file per segment under /dev/shm, appended by pwrite, read by mmap. For readers on the same host.
+shm     one file per segment under /dev/shm, appended by pwrite, read by mmap. For readers that see the run's folder.
 redis   one hash per segment, one field per write, with a TTL. For readers anywhere.
 
+The run's folder under /dev/shm is made by its launcher alone, under a random name: whoever finds it there shares that
+/dev/shm, and nobody else does, whatever their host is called (containers!).
 Plain files, not multiprocessing's SharedMemory: on Python 3.11 its tracker deletes segments of others at exit (F29).
 A reference is `<lane>:<segment>:<place>:<bytes>:<xxh64>`; a reader trusts none of it.
 """
@@ -16,7 +18,6 @@ import os
 import re
 import secrets
 import shutil
-import stat
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -24,7 +25,7 @@ from typing import Any, Protocol
 
 from vla_stream.broker.codec import MAX_PACKET_BYTES, digest_of
 from vla_stream.broker.connection import Client
-from vla_stream.errors import BadMessage, PayloadUnreachable
+from vla_stream.errors import BadMessage, PayloadElsewhere, PayloadUnreachable
 
 SHM_ROOT = Path("/dev/shm")
 SEGMENT = re.compile(r"[0-9]{1,18}\.[0-9]{1,4}-[0-9a-f]{8}")
@@ -67,9 +68,11 @@ class ShmLane:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.largest_bytes = 0  # of all writes so far, also of those that failed
         self._open: dict[str, tuple[int, int]] = {}
 
     def write(self, segment: str, place: int, data: bytes) -> str:
+        self.largest_bytes = max(self.largest_bytes, len(data))
         descriptor, offset = self._open.get(segment, (-1, 0))
         if descriptor < 0:
             descriptor = self._create(segment)
@@ -104,7 +107,6 @@ class ShmLane:
     def _create(self, segment: str) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
-            self.folder.mkdir(mode=0o700, exist_ok=True)
             return os.open(self.folder / segment, flags, 0o600)
         except OSError as exc:
             raise PayloadUnreachable(f"{self.folder}: cannot create a segment file ({exc.strerror})") from exc
@@ -143,7 +145,8 @@ class PayloadReader:
         self.client, self.key_of, self.folder = client, key_of, folder
 
     def read(self, reference: str) -> bytes | memoryview:
-        """The referenced bytes. Raises PayloadUnreachable (not here) or BadMessage (not what was written)."""
+        """The referenced bytes. Raises PayloadUnreachable (gone), PayloadElsewhere (others may reach it) or BadMessage
+        (not what was written)."""
         lane, segment, place, size, digest = parse_reference(reference)
         data = self._shm(segment, place, size) if lane == "shm" else self._redis(segment, place)
         if len(data) != size or digest_of(data) != digest:
@@ -163,7 +166,8 @@ class PayloadReader:
         try:
             descriptor = os.open(self.folder / segment, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError as exc:
-            raise PayloadUnreachable(f"{self.folder / segment}: cannot be opened here ({exc.strerror})") from exc
+            error = PayloadUnreachable if self.folder.is_dir() else PayloadElsewhere
+            raise error(f"{self.folder / segment}: cannot be opened here ({exc.strerror})") from exc
         try:
             end = offset + size
             if os.fstat(descriptor).st_size < end:
@@ -189,14 +193,13 @@ def parse_reference(reference: str) -> tuple[str, str, int, int, str]:
     return match[1], match[2], int(match[3]), int(match[4]), match[5]
 
 
-def shm_usable() -> str | None:
-    """None when /dev/shm can hold a run's segments, else the reason why not."""
-    if not SHM_ROOT.is_dir() or not stat.S_ISDIR(SHM_ROOT.stat().st_mode) or not os.access(SHM_ROOT, os.W_OK):
-        return f"{SHM_ROOT} is not a writable folder"
-    free = shutil.disk_usage(SHM_ROOT).free
-    if free < MIN_FREE_BYTES:
-        return f"{SHM_ROOT} has {free >> 20} MiB free, a run needs {MIN_FREE_BYTES >> 20} MiB"
-    return None
+def shm_lacks(folder: Path, needed_bytes: int) -> str | None:
+    """What keeps so many bytes out of a run's folder under /dev/shm, or None."""
+    try:
+        free_bytes = shutil.disk_usage(folder).free
+    except OSError:
+        return f"{folder} is not there: its launcher has another /dev/shm, or none"
+    return f"{SHM_ROOT} is full" if free_bytes < needed_bytes else None
 
 
 def sweep(folder: Path, live: Collection[str], older_than_s: float) -> int:

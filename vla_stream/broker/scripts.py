@@ -230,6 +230,19 @@ return 1
     frees_memory=True,
 )
 
+SET_LANE = Script(
+    "set_lane",
+    """
+-- KEYS flow control | ARGV lane by kept remote_reader ; as set_desired. remote_reader: '' when there is none.
+if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
+redis.call('HSET', KEYS[1], 'lane', ARGV[1], 'remote_reader', ARGV[4])
+if ARGV[4] == '' then redis.call('HDEL', KEYS[1], 'remote_reader') end
+redis.call('XADD', KEYS[2], 'MAXLEN', '~', ARGV[3], '*', 'lane', ARGV[1], 'by', ARGV[2])
+return 1
+""",
+    frees_memory=True,
+)
+
 ANNOUNCE = Script(
     "announce",
     """
@@ -238,16 +251,17 @@ if redis.call('EXISTS', KEYS[1]) == 0 then return nil end
 redis.call('HSETNX', KEYS[1], ARGV[1], ARGV[2])
 return redis.call('HGET', KEYS[1], ARGV[1])
 """,
+    frees_memory=True,
 )
 
 GRANT = Script(
     "grant",
     """
 -- KEYS flow permits published kept refunded books | ARGV wanted lease_ms all_or_none
--- Admission: outstanding = |permits| + |published| + |kept| stays below (1 + eta)·B.
--- Returns a reason, or {member, min_version}…
+-- Admission: outstanding = |permits| + |published| + |kept| stays below (1 + eta)·B. Returns a reason, or
+-- {member, min_version, lane, remote_reader}… : a segment keeps the lane of the moment in which it was permitted.
 local f = redis.call('HMGET', KEYS[1], 'desired', 'segments_per_update', 'max_staleness', 'version', 'first_version',
-                     'hold_until_ms')
+                     'hold_until_ms', 'lane', 'remote_reader')
 if not f[1] then return 'missing' end
 expire(KEYS[2], KEYS[5], KEYS[6])
 if f[1] ~= 'running' then return f[1] end
@@ -273,7 +287,7 @@ for i = 1, math.min(free, wanted) do
   local min_version = tonumber(f[4]) + math.floor(outstanding / B) - eta
   if min_version < tonumber(f[5]) then min_version = tonumber(f[5]) end
   redis.call('ZADD', KEYS[2], now_ms() + tonumber(ARGV[2]), member)
-  out[#out + 1] = {member, tostring(min_version)}
+  out[#out + 1] = {member, tostring(min_version), f[7] or 'auto', f[8] or ''}
   outstanding = outstanding + 1
 end
 return out

@@ -1,4 +1,4 @@
-"""`vla-stream stop`, `drain`, `pause`, `resume`: what the run is desired to do; its workers obey within a second."""
+"""`vla-stream stop`, `drain`, `pause`, `resume`, `lane`: what the run shall do; its workers obey within a second."""
 
 from __future__ import annotations
 
@@ -39,6 +39,32 @@ def pause(target: Target) -> None:
 def resume(target: Target) -> None:
     """Go on after `pause`."""
     _desire(target, "running", "goes on")
+
+
+@click.command()
+@click.argument("lane", metavar="auto|inline|shm|redis")
+@target_options
+def lane(target: Target, lane: str) -> None:
+    """Change the way of observations, for all segments that are begun from now on."""
+    from vla_stream.flow import LANES, Flow
+    from vla_stream.streams import presence
+    from vla_stream.streams.keys import Keys
+
+    wanted = next((name for name in LANES if name == lane), None)
+    if wanted is None:
+        raise InputError(f"lane {lane!r}: unknown, expected one of {', '.join(LANES)}")
+    with connected(target.url) as client:
+        flow = Flow(client, Keys(target.run))
+        apart = [worker for worker in presence.alive(client, flow.keys) if worker.shm == "no"]
+        if wanted == "shm" and apart:
+            raise InputError(
+                f"lane shm: {apart[0].id} on {apart[0].host} does not see /dev/shm of run {target.run}, expected all "
+                "workers to; end it first, or choose auto"
+            )
+        reader = next((worker.id for worker in apart if worker.role in presence.READERS), "")
+        flow.set_lane(wanted, by="vla-stream lane", remote_reader=reader)
+    through = f", which is through Redis for {reader}" if reader and wanted == "auto" else ""
+    click.echo(f"run {target.run}: segments begun from now on have lane {wanted}{through}")
 
 
 def _desire(target: Target, desired: Desired, answer: str) -> None:

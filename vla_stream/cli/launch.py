@@ -92,6 +92,9 @@ class Launch:
             self._claim()
             # Ours alone from here on: no other launcher has this run on this server.
             self._janitor = Janitor(self.flow.shm_folder())
+            if self.resume:
+                # Now that its folder is there: of an earlier life's remote readers, those that live say so again.
+                self.flow.set_lane(self.config.broker.lane, by="vla-stream run --resume")
             self._events = Tail(self.client, self.keys.events, "$")
         except BaseException:
             self._clear_up()

@@ -41,6 +41,7 @@ COMMANDS: Mapping[str, Entry] = {
     "drain": Entry("control", "drain", "End a run after the segments in flight."),
     "pause": Entry("control", "pause", "Start no new segments until `resume`."),
     "resume": Entry("control", "resume", "Go on after `pause`."),
+    "lane": Entry("control", "lane", "Change the way of observations: /dev/shm, Redis, inline."),
     "demos": Entry("demos", "demos", "Record demonstrations of the environment's expert for the warm start."),
     "eval": Entry("evaluate", "evaluate", "Success of a checkpoint on fixed seeds, with its interval."),
     "check": Entry("check", "check", "Validate a config and show what a run would do."),

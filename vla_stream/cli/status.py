@@ -39,6 +39,9 @@ def status(target: Target, as_json: bool) -> None:
         f"weights version {flow['version']}, trainer epoch {flow['epoch']}",
         markup=False,
     )
+    reader = flow["remote_reader"]
+    through = f", now through Redis: {reader} does not see /dev/shm of the run" if reader else ""
+    console.print(f"lane     {flow['lane']}{through if flow['lane'] == 'auto' else ''}", markup=False)
     console.print(_workers_table(found["workers"]))
     queues = " · ".join(f"{name} {length}" for name, length in found["queues"].items())
     console.print(f"queues   {queues}", markup=False)
@@ -50,6 +53,7 @@ def look(client: Client, run: str) -> dict[str, Any]:
     from vla_stream.flow import Flow
     from vla_stream.streams import presence
     from vla_stream.streams.keys import Keys
+    from vla_stream.streams.notices import one_line
 
     keys = Keys(run)
     flow = Flow(client, keys)
@@ -57,12 +61,13 @@ def look(client: Client, run: str) -> dict[str, Any]:
     if state is None:
         raise InputError(f"run {run}: not on this server; give the name and URL that `vla-stream run` shows")
     books = flow.books()
+    shown = ("desired", "update", "version", "epoch", "generation", "lane")
     now_ms = int(time.time() * 1000)
     streams = {"obs-requests": keys.obs_requests, "trajectories": keys.trajectories, "dead-letters": keys.dead_letters}
     return {
         "run": run,
         "updates": flow.config().updates,
-        "flow": {name: getattr(state, name) for name in ("desired", "update", "version", "epoch", "generation")},
+        "flow": {name: getattr(state, name) for name in shown} | {"remote_reader": one_line(state.remote_reader)},
         "workers": [
             {
                 "id": item.id,
@@ -73,6 +78,7 @@ def look(client: Client, run: str) -> dict[str, Any]:
                 "version": item.version,
                 "state": item.state,
                 "progress": item.progress,
+                "shm": item.shm,
                 "alive_s": max(0, now_ms - item.started_ms) // 1000 if item.started_ms else 0,
             }
             for item in presence.alive(client, keys)

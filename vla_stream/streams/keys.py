@@ -83,12 +83,12 @@ class Keys:
 
     @property
     def flow(self) -> str:
-        """Hash: desired state, update, version, trainer epoch, generation, next ticket. Scripts only."""
+        """Hash: desired state, lane, update, version, trainer epoch, generation, next ticket. Scripts only."""
         return self._key("flow")
 
     @property
     def control(self) -> str:
-        """Stream, capped: announces a change of the desired state."""
+        """Stream, capped: announces a change of the desired state or the lane."""
         return self._key("control")
 
     @property

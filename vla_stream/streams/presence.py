@@ -16,15 +16,18 @@ from vla_stream.broker.connection import Client
 from vla_stream.broker.scripts import CLAIM_WORKER, RELEASE_WORKER, Scripts
 from vla_stream.streams.keys import Keys
 
+READERS = ("generator", "trainer")  # of observations
+
 
 @dataclass(frozen=True, slots=True)
 class Presence:
     """One worker that is, or was a moment ago, alive.
 
-    state: starting, loading, running, draining …; progress: a counter that its main loop raises; version: of weights.
+    state: starting, loading, running, draining …; progress: a counter that its main loop raises; version: of weights;
+    shm: whether it sees the run's folder under /dev/shm, yes, no, or empty when it has not looked.
 
     Example, as redis-cli shows it: role simulator · host node7 · pid 4711 · device … · version 12 · state running ·
-    progress 380 · started_ms 1764450000000 · token …
+    progress 380 · started_ms 1764450000000 · shm yes · token …
     """
 
     id: str
@@ -36,6 +39,7 @@ class Presence:
     state: str
     progress: int
     started_ms: int
+    shm: str
 
     @classmethod
     def from_hash(cls, worker_id: str, raw: Mapping[bytes, bytes]) -> Presence:
@@ -57,6 +61,7 @@ class Presence:
             text("state"),
             number("progress"),
             number("started_ms"),
+            text("shm"),
         )
 
     @property
