@@ -30,12 +30,7 @@ def load_class(group: str, name: str) -> Any:
     """The class behind `name` in an entry-point group, or behind `module:Class`. Raises InputError."""
     if ":" in name:
         module, _, attribute = name.partition(":")
-        allowed = os.environ.get(ALLOWED_VARIABLE)
-        if allowed is not None and module not in allowed.split(","):
-            raise InputError(
-                f"{name}: the run's config asks for the module {module}, which this worker may not import; "
-                f"attach with --allow {module} if you trust it"
-            )
+        check_allowed(module, name)
         try:
             return getattr(import_module(module), attribute)
         except (ImportError, AttributeError, ValueError, TypeError) as exc:
@@ -51,6 +46,16 @@ def load_class(group: str, name: str) -> Any:
         raise InputError(
             f"{name}: {found[name].value} cannot be imported ({exc}); install the packages it needs"
         ) from exc
+
+
+def check_allowed(module: str, subject: str) -> None:
+    """Raises InputError if this worker may not import a module that the run's config names."""
+    allowed = os.environ.get(ALLOWED_VARIABLE)
+    if allowed is not None and module not in allowed.split(","):
+        raise InputError(
+            f"{subject}: the run's config asks for the module {module}, which this worker may not import; "
+            f"attach with --allow {module} if you trust it"
+        )
 
 
 def parse_options(cls: Any, data: Mapping[str, Any], subject: str) -> Any:

@@ -64,6 +64,17 @@ def test_any_cameras_state_and_sentence_give_a_chunk_of_actions(specification: S
     assert all(np.isfinite(array).all() for array in (act.actions, act.logprobs, act.values))
 
 
+def test_without_a_camera_it_decides_and_learns_by_the_state() -> None:
+    blind = Specification({}, state_dims=3, action_dims=1)
+    policy, observations = make(blind), look(4, blind)
+    act = policy.act(observations, keys(1, 2, 3, 4))
+    assert len({float(action) for action in act.actions[:, 0, 0]}) == 4
+    evaluation = policy.evaluate(observations, act.actions, {})
+    np.testing.assert_allclose(evaluation.logprobs.detach().numpy(), act.logprobs, atol=1e-5)
+    (evaluation.logprobs.sum() + evaluation.values.sum()).backward()
+    assert policy.state_token.weight.grad is not None and policy.state_token.weight.grad.abs().sum() > 0
+
+
 def test_an_empty_sentence_is_accepted() -> None:
     observations = look(2)
     assert np.isfinite(make().act(Observations(observations.images, observations.state, ["", "?"]), None).actions).all()

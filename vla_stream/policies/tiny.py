@@ -38,7 +38,8 @@ _LOG_2PI = math.log(2 * math.pi)
 
 
 class Tiny(nn.Module):
-    """The network, about 130 k parameters with one camera. Takes any cameras of at least 16 × 16 and any sentence."""
+    """The network, about 130 k parameters with one camera. Takes any sentence, and any cameras of at least 16 × 16, or
+    none."""
 
     class Options(Section):
         """Options of `policy.options` when `policy.name` is tiny."""
@@ -163,14 +164,15 @@ class Tiny(nn.Module):
 
     def _keypoints(self, observations: Observations, sentence_BD: Tensor) -> Tensor:
         """x, y in [-1, 1] and the log of how clearly it is seen, of each keypoint in each camera: [B, C, K, 3]."""
-        cameras = []
+        # Without a camera the state is all there is to see.
+        cameras = [sentence_BD.new_zeros(len(observations), 0, self._KEYPOINTS, 3)]
         for camera in self._cameras:
             pixels = self._tensor(observations.images[camera]).permute(0, 3, 1, 2).to(self.log_std.dtype)
             pixels = pixels.div_(255).sub_(0.5)
             features = F.relu(_film(self.patch(pixels), self.patch_film(sentence_BD)))
             features = F.relu(_film(self.mix(features), self.mix_film(sentence_BD)))
-            cameras.append(_spatial_softmax(self.maps(features)))
-        return torch.stack(cameras, dim=1)
+            cameras.append(_spatial_softmax(self.maps(features)).unsqueeze(1))
+        return torch.cat(cameras, dim=1)
 
     def _log_std(self) -> Tensor:
         return self.log_std.clamp(min=self._log_min_std)
