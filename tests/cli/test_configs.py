@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from vla_stream.cli.check import check
+from vla_stream.config import load
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -29,15 +31,47 @@ def test_every_config_is_valid(path: Path) -> None:
     assert checked(path).endswith("the config is valid\n")
 
 
+@pytest.mark.parametrize("name", ["libero-pi05", "libero-groot", "metaworld", "robocasa", "maniskill"])
+def test_every_profile_is_valid_on_top_of_their_base(name: str) -> None:
+    said = checked(CONFIGS / "profiles" / "base.yaml", CONFIGS / "profiles" / f"{name}.yaml")
+    # Two optimiser steps per update, of whole segments, and one generator per rollout device.
+    config = load([CONFIGS / "profiles" / "base.yaml", CONFIGS / "profiles" / f"{name}.yaml"])
+    samples = config.trainer.segments_per_update * config.simulators.envs_per_slot * config.segment_steps
+    assert samples == 2 * config.trainer.minibatch_samples
+    assert config.segment_steps == config.chunk_steps_per_episode
+    assert len(config.policy.options.get("devices", "0123")) == config.generators.count
+    assert "of emulated" in said
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_gymnasium_environment_runs_through_all_roles(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "vla_stream.cli.main", "run", str(CONFIGS / "gymnasium.yaml"), "--run", "gym"]
-    command += ["--updates", "2", "--set", "evaluation.episodes=2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    records = [json.loads(line) for line in (tmp_path / "runs" / "gym" / "metrics.jsonl").read_text().splitlines()]
+    records = run(tmp_path, CONFIGS / "gymnasium.yaml", updates=2, overrides=("evaluation.episodes=2",))
     assert [record["update"] for record in records if record["kind"] == "update"] == [1, 2]
     (books,) = [record for record in records if record["kind"] == "books"]
     assert books["balance"] == 0 and books["trained"] == 16
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_profile_runs_for_real_and_takes_the_time_of_its_devices(tmp_path: Path) -> None:
+    smaller = ("simulators.count=2", "simulators.env_batches=2", "generators.count=2", "trainer.minibatch_samples=72")
+    settings = (*smaller, "trainer.segments_per_update=16", f"policy.options.folder={tmp_path}/devices")
+    paths = [CONFIGS / "profiles" / f"{name}.yaml" for name in ("base", "libero-pi05")]
+    records = run(tmp_path, *paths, updates=3, overrides=settings)
+    updates = [record for record in records if record["kind"] == "update"]
+    assert [record["samples"] for record in updates] == [144] * 3
+    # 144 samples of 7.97 ms on four devices, and two optimiser steps of 17.7 ms.
+    assert all(0.322 <= record["update_s"] < 3 for record in updates)
+    (books,) = [record for record in records if record["kind"] == "books"]
+    assert books["balance"] == 0 and books["trained"] == 48
+
+
+def run(folder: Path, *paths: Path, updates: int, overrides: tuple[str, ...]) -> list[dict[str, Any]]:
+    """What a run of all roles wrote into metrics.jsonl."""
+    command = [sys.executable, "-m", "vla_stream.cli.main", "run", *map(str, paths), "--run", "all"]
+    command += ["--updates", str(updates), *(part for override in overrides for part in ("--set", override))]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads(line) for line in (folder / "runs" / "all" / "metrics.jsonl").read_text().splitlines()]
