@@ -128,6 +128,8 @@ def test_each_claims_another_name_and_the_last_one_too_many_is_told(tmp_path: Pa
         Claim(["0", "1"], "generator", tmp_path)
     del first
     assert Claim(["0", "1"], "generator", tmp_path).name == "0"
+    two = [Claim(["2", "2"], "generator", tmp_path) for _ in range(2)]
+    assert [claim.name for claim in two] == ["2", "2"]
 
 
 def test_users_do_not_share_devices_by_default() -> None:

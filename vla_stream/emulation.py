@@ -78,9 +78,10 @@ class Claim:
     """One of some names, for as long as this object and its process live: who comes first gets the first."""
 
     def __init__(self, names: Sequence[str], role: str, folder: Path | None = None) -> None:
-        """Raises InputError when all are taken."""
-        for name in names:
-            file = _open(self, (folder or default_folder()) / f"{name}.{role}")
+        """A name that stands twice has room for two. Raises InputError when all are taken."""
+        for index, name in enumerate(names):
+            place = names[:index].count(name)
+            file = _open(self, (folder or default_folder()) / f"{name}.{role}.{place}")
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self.name = name

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from dataclasses import replace
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import model
 import pytest
-
-MODEL = Path(__file__).parents[2] / "tools" / "bench" / "model.py"
 
 # Environment steps per second that another implementation of the same model gave for these profiles.
 ROWS = ("sync colocated", "sync", "+ async training", "+ async rollout", "full", "full, η = 0", "bound")
@@ -24,18 +19,8 @@ EXPECTED: dict[str, tuple[float | None, ...]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def model() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_model", MODEL)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("name", EXPECTED)
-def test_a_profile_gives_the_figures_it_was_made_for(model: ModuleType, name: str) -> None:
+def test_a_profile_gives_the_figures_it_was_made_for(name: str) -> None:
     rows = {row.name: row.steps_per_s for row in model.predict(model.load_profile(name))}
     assert tuple(rows) == ROWS
     for row, expected in zip(ROWS, EXPECTED[name], strict=True):
@@ -43,7 +28,7 @@ def test_a_profile_gives_the_figures_it_was_made_for(model: ModuleType, name: st
             assert rows[row] == pytest.approx(expected, rel=0.015), row
 
 
-def test_the_best_placements_are_those_of_the_profiles(model: ModuleType) -> None:
+def test_the_best_placements_are_those_of_the_profiles() -> None:
     placements = {}
     for name in EXPECTED:
         (full,) = [row for row in model.predict(model.load_profile(name)) if row.name == "full"]
@@ -57,14 +42,14 @@ def test_the_best_placements_are_those_of_the_profiles(model: ModuleType) -> Non
     }
 
 
-def test_a_trainer_twice_as_fast_makes_the_rollout_the_limit(model: ModuleType) -> None:
+def test_a_trainer_twice_as_fast_makes_the_rollout_the_limit() -> None:
     profile = model.load_profile("libero-pi05")
     faster = replace(profile, sample=profile.sample / 2)
     assert model.throughput(faster, model.FULL, 4, 4) == pytest.approx(5833, rel=0.01)
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_nothing_beats_its_bound(model: ModuleType, name: str) -> None:
+def test_nothing_beats_its_bound(name: str) -> None:
     profile = model.load_profile(name)
     for rollout in (3, 4, 5):
         split = profile.split(rollout) if profile.on_device else profile
@@ -72,7 +57,7 @@ def test_nothing_beats_its_bound(model: ModuleType, name: str) -> None:
         assert rate <= 1.005 * model.bound(profile, rollout, 8 - rollout)
 
 
-def test_without_waiting_the_rate_is_that_of_one_slot(model: ModuleType) -> None:
+def test_without_waiting_the_rate_is_that_of_one_slot() -> None:
     """Two chunk steps of 100 ms, inferences of 10 ms and a reset of 30 ms in turn, a trainer that costs nothing."""
     numbers: dict[str, Any] = {"slots": 1, "rows": 2, "steps": 2, "chunk": 5, "episodes": 1, "slots_per_batch": 1}
     times: dict[str, Any] = {"step": 20.0, "sigma": 0.0, "step_row": 0.0, "reset": 30.0, "batch": 6.0, "batch_row": 2.0}
@@ -84,7 +69,7 @@ def test_without_waiting_the_rate_is_that_of_one_slot(model: ModuleType) -> None
     assert model.throughput(profile, model.SYNC, 1, 1) == pytest.approx(expected)
 
 
-def test_trainer_time_adds_up_in_lockstep_and_hides_behind_the_rollout_with_async_training(model: ModuleType) -> None:
+def test_trainer_time_adds_up_in_lockstep_and_hides_behind_the_rollout_with_async_training() -> None:
     numbers: dict[str, Any] = {"slots": 1, "rows": 2, "steps": 2, "chunk": 5, "episodes": 1, "slots_per_batch": 1}
     times: dict[str, Any] = {"step": 20.0, "sigma": 0.0, "step_row": 0.0, "reset": 30.0, "batch": 6.0, "batch_row": 2.0}
     costs: dict[str, Any] = {"sample": 25.0, "optimiser_step": 5.0, "load": 40.0, "on_device": False}

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from vla_stream.environments.gymnasium import Gymnasium
 
-BENCH = Path(__file__).parents[2] / "tools" / "bench"
-
 
 @pytest.fixture
-def batch(monkeypatch: pytest.MonkeyPatch) -> Gymnasium:
-    monkeypatch.syspath_prepend(BENCH)
+def batch() -> Gymnasium:
     return Gymnasium(2, 200, Gymnasium.Options(id="pixels:Pixels-v0", kwargs={"step_ms": 5.0}))
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from modes import ASYNC_ROLLOUT, ASYNC_TRAINING, FULL, SYNC, Mode
 
 from vla_stream import config as settings
 from vla_stream.config import Config
@@ -114,23 +115,6 @@ class Profile:
     def split(self, slots: int) -> Profile:
         """The same environments in another number of slots."""
         return replace(self, slots=slots, rows=self.environments // slots)
-
-
-@dataclass(frozen=True, slots=True)
-class Mode:
-    """What is switched on. lockstep: of the rollout; overlap: training goes on beside the next rollout; streaming:
-    segments are trained as they arrive; background: loading weights costs a generator no time."""
-
-    lockstep: bool
-    overlap: bool
-    streaming: bool
-    background: bool
-
-
-SYNC = Mode(lockstep=True, overlap=False, streaming=False, background=False)
-ASYNC_TRAINING = replace(SYNC, overlap=True)
-ASYNC_ROLLOUT = replace(ASYNC_TRAINING, lockstep=False)
-FULL = Mode(lockstep=False, overlap=True, streaming=True, background=True)
 
 
 def throughput(

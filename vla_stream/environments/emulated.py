@@ -45,7 +45,7 @@ class Emulated:
         )
         reset_ms: float = Field(default=0.0, ge=0, description="Time of a reset in milliseconds.")
         devices: list[DeviceName] = Field(
-            default_factory=list, description="Devices that steps and resets occupy, one per batch; none: CPUs enough."
+            default_factory=list, description="Device of each batch, first come, first served, for simulators on a GPU."
         )
         stragglers: int = Field(default=0, ge=0, description="Batches of the run that are slow, whichever come first.")
         straggler_factor: float = Field(default=20.0, gt=0, description="How much slower they are.")
