@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import model
@@ -19,9 +20,14 @@ EXPECTED: dict[str, tuple[float | None, ...]] = {
 }
 
 
+@cache
+def predictions(name: str) -> list[model.Prediction]:
+    return model.predict(model.load_profile(name))
+
+
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_profile_gives_the_figures_it_was_made_for(name: str) -> None:
-    rows = {row.name: row.steps_per_s for row in model.predict(model.load_profile(name))}
+    rows = {row.name: row.steps_per_s for row in predictions(name)}
     assert tuple(rows) == ROWS
     for row, expected in zip(ROWS, EXPECTED[name], strict=True):
         if expected is not None:
@@ -31,7 +37,7 @@ def test_a_profile_gives_the_figures_it_was_made_for(name: str) -> None:
 def test_the_best_placements_are_those_of_the_profiles() -> None:
     placements = {}
     for name in EXPECTED:
-        (full,) = [row for row in model.predict(model.load_profile(name)) if row.name == "full"]
+        (full,) = [row for row in predictions(name) if row.name == "full"]
         placements[name] = (full.rollout, full.training)
     assert placements == {
         "libero-pi05": (4, 4),
