@@ -624,7 +624,7 @@ def test_a_generator_that_leaves_while_redis_is_down_waits_without_using_a_cpu(t
         contextlib.closing(Run(server.url, "down", tmp_path, client)) as run,
     ):
         # Half a batch, which is due soon: it owns a request that it can not answer.
-        bench = Bench(run, run.start(generators__max_wait_ms=1000, flow__drain_deadline_s=4.0))
+        bench = Bench(run, run.start(generators__max_wait_ms=2500, flow__drain_deadline_s=4.0))
         bench.request(1)
         leaving = start(run)
         bench.until(lambda: _pending(bench) and client.exists(run.keys.worker("generator-7")))
