@@ -300,7 +300,7 @@ class Flow:
         return [member.decode() for member in self._call(scripts.MISS, self._published_keys(), [epoch, *taken])]
 
     def ready_in_order(self, count: int) -> list[str]:
-        """The `count` lowest published members, once no lower ticket can still come; else an empty list."""
+        """The lowest published members, at most `count`, that no lower ticket can still come before."""
         keys = [self.keys.permits, self.keys.published, self.keys.refunded, self.keys.books]
         return [member.decode() for member in self._call(scripts.READY_IN_ORDER, keys, [count])]
 

@@ -1,8 +1,8 @@
 """The trainer: takes segments, updates the policy, publishes weights, commits.
 
-`step()` reads what has arrived and, once B segments are in, does one update: train → upload chunks → commit (one
-script: weights entry, new update, segments gone) → checkpoint. Whatever crashes in between is repeated by the next
-trainer, whose epoch fences this one off.
+`step()` reads what has arrived, gives the learner what the next update will consume, and once that is B segments, does
+the update: train → upload chunks → commit (one script: weights entry, new update, segments gone) → checkpoint. Whatever
+crashes in between is repeated by the next trainer, whose epoch fences this one off.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from vla_stream.environments.protocol import Specification
 from vla_stream.errors import BadMessage, Hopeless, InputError, PayloadUnreachable, RunFailed
 from vla_stream.flow import Consumed
 from vla_stream.learning import checkpoint, cloning
-from vla_stream.learning.samples import Prepared
 from vla_stream.learning.segments import Segment
 from vla_stream.learning.update import Learner, LearnerState, UpdateResult
 from vla_stream.policies.protocol import Policy
@@ -59,12 +58,11 @@ LAST_VERSION_FILE = "last_version"
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A segment that this trainer has taken and not yet trained."""
+    """A segment that this trainer has taken and not yet committed."""
 
     entry: Entry
     trajectory: Trajectory
     segment: Segment
-    prepared: Prepared
 
     @property
     def consumed(self) -> Consumed:
@@ -87,6 +85,8 @@ class Trainer:
         self.outcomes = EpisodeOutcomes()
         self._held: dict[str, _Held] = {}
         self._lineage: dict[int, None] = {}  # the newest tickets that these weights were trained on, oldest first
+        self._added: dict[str, _Held] = {}  # given to the learner for the next update, at most B: not refused any more
+        self._adding_s = 0.0  # what that took
         self._kept: dict[str, Trajectory] = {}  # by entry: trained, and not yet in a durable checkpoint
         self._manifest: WeightsManifest | None = None
         self._trained = self._skipped = 0
@@ -122,6 +122,7 @@ class Trainer:
     def start_anew(self) -> None:
         """The server lost everything, and the launcher made the run's flow again: what was published is lost, these
         weights are not, and they go out under a version of their own."""
+        self._begin_anew()
         for trajectory in [*(held.trajectory for held in self._held.values()), *self._kept.values()]:
             self._remove_payloads(trajectory)
         lost = len(self._held)
@@ -159,25 +160,25 @@ class Trainer:
 
     def recover(self) -> None:
         """At start and after each reconnect: what an earlier trainer or a lost reply left pending."""
-        known = {held.entry.id for held in self._held.values()} | set(self._kept)
+        known = {held.entry.id for held in (self._held | self._added).values()} | set(self._kept)
         for entry in self.queue.recover():
             if entry.id not in known:
                 self._take(entry)
 
     def step(self, block_ms: int | None) -> bool:
-        """Read what has arrived, then one update if its segments are in; True when one was committed."""
+        """Read what has arrived, then the update if all its segments are in; True when one was committed."""
         if self.done:
             return False
         if time.monotonic() > self._retry_checkpoint_s:
             self._save_checkpoint()
         self._collect(block_ms)
         self._refuse_stale()
-        chosen = self._choose()
-        if not chosen:
+        self._add()
+        if len(self._added) < self.config.trainer.segments_per_update:
             self._miss()
             self._name_what_is_missing()
             return False
-        self._update(chosen)
+        self._update()
         return True
 
     def close(self) -> None:
@@ -192,11 +193,11 @@ class Trainer:
     # ---- taking segments
 
     def _collect(self, block_ms: int | None) -> None:
-        # In ticket order everything that is outstanding may come first; else no more than this update needs, so that
-        # π_prox and V are computed once, by the weights they are meant for.
+        # In ticket order everything that is outstanding may come before what this update needs; else no more than it
+        # needs: the rest would only age here.
         in_order = self.config.flow.order == "ticket"
         limit = self.config.trainer.segments_per_update * (1 + self.config.flow.max_staleness if in_order else 1)
-        missing = limit - len(self._held)
+        missing = limit - len(self._held) - len(self._added)
         if missing > 0:
             for entry in self.queue.read(missing, block_ms):
                 self._take(entry)
@@ -221,9 +222,7 @@ class Trainer:
             self._poisoned(entry, str(exc))
             return
         self._last_data_s, self._poisoned_in_a_row = time.monotonic(), 0
-        with self.meter.busy("prepare"):
-            prepared = self.learner.prepare(segment)
-        self._held[trajectory.member] = _Held(entry, trajectory, segment, prepared)
+        self._held[trajectory.member] = _Held(entry, trajectory, segment)
         self.meter.count("segments")
 
     def _check_shapes(self, segment: Segment) -> None:
@@ -249,15 +248,28 @@ class Trainer:
                 self._refuse(held.entry, held.trajectory, f"its staleness is {staleness}, at most {limit} is trained")
                 del self._held[held.trajectory.member]
 
-    def _choose(self) -> list[_Held]:
-        """The B segments of the next update, or none while they are not all here."""
+    def _add(self) -> None:
+        """Give the learner those held segments that the next update is sure to consume, in its order.
+
+        Their π_prox and V come from the weights that the update starts with: never before the last commit."""
         count = self.config.trainer.segments_per_update
-        if len(self._held) < count:
-            return []
-        if self.config.flow.order == "arrival":
-            return list(self._held.values())[:count]
-        members = self.flow.ready_in_order(count)
-        return [self._held[member] for member in members] if all(m in self._held for m in members) else []
+        members = list(self._held)
+        if members and self.config.flow.order == "ticket":
+            members = [member for member in self.flow.ready_in_order(count) if member not in self._added]
+        for member in members:
+            if len(self._added) == count or member not in self._held:
+                break
+            started_s = time.monotonic()
+            with self.meter.busy("add"):
+                self.learner.add(self._held[member].segment)
+            self._adding_s += time.monotonic() - started_s
+            self._added[member] = self._held.pop(member)
+
+    def _begin_anew(self) -> None:
+        """The next update begins anew: what the learner has of it is forgotten, and its segments are held as before."""
+        self.learner.discard()
+        self._held = self._added | self._held
+        self._added = {}
 
     def _refuse(self, entry: Entry, trajectory: Trajectory, reason: str) -> None:
         self.flow.refuse(self.epoch, entry.id, "refused")
@@ -292,15 +304,13 @@ class Trainer:
 
     # ---- updating
 
-    def _update(self, chosen: list[_Held]) -> None:
-        waited_s = time.monotonic() - self._waiting_since_s
-        started_s = time.monotonic()
-        # In ticket order segments may have been taken before the last commit: their π_prox and V are then too old.
-        current = self.learner.updates_done
-        prepared = [h.prepared if h.prepared.update == current else self.learner.prepare(h.segment) for h in chosen]
+    def _update(self) -> None:
+        chosen = list(self._added.values())
+        started_s = time.monotonic() - self._adding_s
+        waited_s = started_s - self._waiting_since_s
         staleness = [self.version - held.trajectory.version for held in chosen]
         with self.worker.long_step("updating"), self.meter.busy("update"):
-            result = self.learner.update(prepared, self.version)
+            result = self.learner.finish(self.version)
         self._note_skip(result, chosen)
         self._commit(chosen, skipped=result.skipped is not None)
         trained = sum(int(held.segment.executed.sum()) for held in chosen)
@@ -324,6 +334,7 @@ class Trainer:
         if self.done or self.update % self.config.trainer.checkpoint_every == 0:
             self._save_checkpoint()
         self._waiting_since_s = self._last_data_s = time.monotonic()
+        self._adding_s = 0.0
 
     def _note_skip(self, result: UpdateResult, chosen: list[_Held]) -> None:
         if result.skipped is None:
@@ -362,9 +373,8 @@ class Trainer:
         self._manifest = manifest
         if answer == "missing":
             self.worker.look_again()
-        for held in chosen:
-            del self._held[held.trajectory.member]
         self._remember([held.trajectory.segment.ticket for held in chosen])
+        self._added = {}
         self._trained += 0 if skipped else len(chosen)
         self._skipped += len(chosen) if skipped else 0
         self.worker.version, self.worker.progress = self.version, self.update
@@ -411,6 +421,7 @@ class Trainer:
         )
 
     def _save_checkpoint(self) -> None:
+        self._begin_anew()  # what is begun of the next update belongs to no checkpoint
         state = self.learner.state()
         meta = {"run": self.config.name, "trained": self._trained, "skipped": self._skipped}
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -18,7 +18,7 @@ from vla_stream.environments.protocol import Observations
 from vla_stream.errors import InputError
 from vla_stream.learning import checkpoint, losses
 from vla_stream.learning.advantages import normalise
-from vla_stream.learning.samples import Samples
+from vla_stream.learning.samples import Samples, make_samples
 from vla_stream.learning.segments import Segment
 from vla_stream.learning.update import Learner, LearnerState, UpdateResult
 from vla_stream.policies.protocol import Act, Evaluation, Policy, row_noise
@@ -121,12 +121,22 @@ def same(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
+def update(learner: Learner, segments: Sequence[Segment], version: int = 0) -> UpdateResult:
+    for segment in segments:
+        learner.add(segment)
+    return learner.finish(version)
+
+
+def sampled(learner: Learner, segment: Segment) -> Samples:
+    return make_samples(learner.policy, segment, learner.algorithm, learner.trainer.minibatch_samples)
+
+
 def train(learner: Learner, updates: int = 1) -> UpdateResult:
     """Updates on fresh on-policy segments."""
     for _ in range(updates):
         number = learner.updates_done
         segments = [make_segment(learner.policy, ticket=3 * number + i, version=number) for i in range(3)]
-        result = learner.update([learner.prepare(segment) for segment in segments], version=number)
+        result = update(learner, segments, version=number)
     return result
 
 
@@ -143,7 +153,7 @@ def test_seeded_toy_run_gives_the_pinned_losses_and_gets_better() -> None:
     assert before < -0.5 and after > -0.25, (before, after)
 
 
-def test_prepare_gives_the_returns_of_a_slow_loop_and_evaluates_nothing_else() -> None:
+def test_samples_have_the_returns_of_a_slow_loop_and_nothing_else_is_evaluated() -> None:
     policy = Toy()
     segment = make_segment(policy, ticket=1)
     # Row 3 is one of an episode segment: truncated in chunk 1 with nothing reset, held afterwards.
@@ -154,7 +164,7 @@ def test_prepare_gives_the_returns_of_a_slow_loop_and_evaluates_nothing_else() -
         values = torch.stack([policy._heads(observations)[1] for observations in segment.observations]).numpy()
         final = dict(zip([(2, 2), (4, 0)], policy._heads(segment.final)[1].tolist(), strict=True))
     policy.rows_evaluated = 0
-    samples = learner.prepare(segment).samples
+    samples = sampled(learner, segment)
     # 17 valid chunk steps; 2 rows that close the segment and go on, and one held; the 2 rows of `final`.
     assert len(samples) == 17 and policy.rows_evaluated == 17 + 2 + 1 + 2
 
@@ -175,13 +185,13 @@ def test_prepare_gives_the_returns_of_a_slow_loop_and_evaluates_nothing_else() -
     np.testing.assert_allclose(got, np.array(expected), atol=1e-5)
 
 
-def test_prepare_keeps_every_array_of_a_sample_together() -> None:
+def test_every_array_of_a_sample_stays_together() -> None:
     policy = Toy()
     segment = make_segment(policy, ticket=1)
     states = np.stack([observations.state for observations in segment.observations[:T]])
     segment = dataclasses.replace(segment, extras={"states": states}, versions=np.arange(T))
     segment.valid[3:, 0] = False
-    samples = make_learner(policy).prepare(segment).samples
+    samples = sampled(make_learner(policy), segment)
     np.testing.assert_array_equal(samples.extras["states"], samples.observations.state)
     np.testing.assert_array_equal(samples.actions, segment.actions[segment.valid])
     np.testing.assert_array_equal(samples.versions, np.nonzero(segment.valid)[0])
@@ -194,7 +204,7 @@ def test_the_order_of_arrival_does_not_change_a_bit() -> None:
     for order in ([0, 1, 2], [2, 0, 1]):
         learner = make_learner()
         segments = [make_segment(learner.policy, ticket=ticket) for ticket in range(3)]
-        learner.update([learner.prepare(segments[i]) for i in order], version=0)
+        update(learner, [segments[i] for i in order])
         results.append(weights(learner))
     assert same(*results)
 
@@ -243,7 +253,7 @@ def test_f46_a_segment_with_nan_is_named_and_nothing_is_trained(name: str, reaso
     before = learner.state()
     segments = [make_segment(learner.policy, ticket=ticket) for ticket in (4, 5, 6)]
     getattr(segments[1], name)[0, 0] = np.nan
-    result = learner.update([learner.prepare(segment) for segment in segments], version=1)
+    result = update(learner, segments, version=1)
     assert result == UpdateResult(1, 60, f"a {reason} of segment 5 is not finite")
     after = learner.state()
     assert same(before.policy, after.policy) and same(before.optimiser, after.optimiser)
@@ -297,7 +307,7 @@ def test_segments_without_a_valid_chunk_step_are_nothing_to_learn_from() -> None
     segment = make_segment(learner.policy, ticket=0)
     segment.valid[:] = False
     before = weights(learner)
-    result = learner.update([learner.prepare(dataclasses.replace(segment, final=None, final_index=NO_ROWS))], 0)
+    result = update(learner, [dataclasses.replace(segment, final=None, final_index=NO_ROWS)])
     assert result == UpdateResult(0, 0, "no valid chunk step in any segment")
     assert same(before, weights(learner))
 
@@ -306,16 +316,19 @@ def test_a_chunk_step_without_any_executed_action_is_named() -> None:
     learner = make_learner()
     segment = make_segment(learner.policy, ticket=8)
     segment.executed[2, 1] = False
-    result = learner.update([learner.prepare(segment)], version=0)
+    result = update(learner, [segment])
     assert result.skipped == "a valid chunk step of segment 8 has no executed action"
 
 
-def test_a_segment_prepared_before_the_last_update_is_refused() -> None:
-    learner = make_learner()
-    old = learner.prepare(make_segment(learner.policy, ticket=9))
-    train(learner)
-    with pytest.raises(ValueError, match=r"segment 9 was prepared for update 0, expected 1; call prepare after"):
-        learner.update([old], version=1)
+def test_segments_that_were_discarded_are_not_trained() -> None:
+    results = []
+    for forgotten in ([], [7, 8]):
+        learner = make_learner()
+        for ticket in forgotten:
+            learner.add(make_segment(learner.policy, ticket))
+        learner.discard()
+        results.append((train(learner), weights(learner)))
+    assert results[0][0] == results[1][0] and same(results[0][1], results[1][1])
 
 
 @pytest.mark.parametrize("granularity", ["action", "chunk", "token"])
@@ -326,7 +339,7 @@ def test_actions_that_were_not_executed_do_not_influence_the_weights(granularity
         segment = make_segment(learner.policy, ticket=0)
         segment.actions[~segment.executed] += change
         segment.logprobs[~segment.executed] -= change
-        learner.update([learner.prepare(segment)], version=0)
+        update(learner, [segment])
         results.append(weights(learner))
     assert same(*results)
 
@@ -349,9 +362,9 @@ def test_the_first_minibatch_of_on_policy_data_has_ratio_1() -> None:
 
 def test_metrics_of_off_policy_data_are_those_of_their_definitions() -> None:
     learner = make_learner(learning_rate=0.0, value_learning_rate=0.0, minibatch_samples=1000)
-    prepared = [learner.prepare(make_segment(Toy(seed=1), ticket=ticket)) for ticket in range(3)]
-    metrics = learner.update(prepared, version=5).metrics
-    samples = Samples.concatenate([segment.samples for segment in prepared])
+    segments = [make_segment(Toy(seed=1), ticket=ticket) for ticket in range(3)]
+    samples = Samples.concatenate([sampled(learner, segment) for segment in segments])
+    metrics = update(learner, segments, version=5).metrics
     drift = (samples.proximal - samples.behaviour).sum(-1)[samples.executed].double()
     weight = drift.exp().clamp(max=learner.algorithm.behaviour_weight_cap)
     assert metrics["kl_behaviour"] == pytest.approx(float((drift.exp() - 1 - drift).mean()), rel=1e-5)
@@ -372,14 +385,14 @@ def test_act_and_evaluate_are_compared_on_chunk_steps_of_this_version_only() -> 
     segment = dataclasses.replace(make_segment(learner.policy, ticket=0), versions=np.array([2, 2, 3, 3, 3]))
     segment.logprobs[:2] -= 1.0
     segment.logprobs[2:] += 0.125
-    result = learner.update([learner.prepare(segment)], version=3)
+    result = update(learner, [segment], version=3)
     assert result.metrics["act_evaluate_difference"] == pytest.approx(0.25, abs=1e-5)
 
 
 def test_a_batch_split_in_parts_gives_the_gradient_of_the_whole() -> None:
     policy = Toy().double()
     single = make_learner()
-    samples = single.prepare(make_segment(Toy(), ticket=0)).samples
+    samples = sampled(single, make_segment(Toy(), ticket=0))
     samples = dataclasses.replace(samples, advantages=normalise(samples.advantages))
 
     def sums(part: Samples) -> tuple[losses.Sum, losses.Sum]:

@@ -474,19 +474,13 @@ READY_IN_ORDER = Script(
     "ready_in_order",
     """
 -- KEYS permits published refunded books | ARGV count
--- The lowest published members, when no lower ticket is still running or waits to be given out again.
+-- The lowest published members, up to the lowest ticket that is still running or waits to be given out again.
 expire(KEYS[1], KEYS[3], KEYS[4])
-local low = redis.call('ZRANGE', KEYS[2], 0, ARGV[1] - 1, 'WITHSCORES')
-if #low < 2 * ARGV[1] then return {} end
-local highest = tonumber(low[#low])
-local again = redis.call('ZRANGE', KEYS[3], 0, 0, 'WITHSCORES')
-if #again > 0 and tonumber(again[2]) < highest then return {} end
-local members = {}
-for i = 1, #low, 2 do members[#members + 1] = low[i] end
+local bound = tonumber(redis.call('ZRANGE', KEYS[3], 0, 0, 'WITHSCORES')[2]) or math.huge
 for _, member in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
-  if tonumber(string.match(member, '^%d+')) < highest then return {} end
+  bound = math.min(bound, tonumber(string.match(member, '^%d+')))
 end
-return members
+return redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', '(' .. bound, 'LIMIT', 0, ARGV[1])
 """,
     frees_memory=True,
 )

@@ -73,15 +73,6 @@ class Samples:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A segment with what the weights at the start of update number `update` say about it."""
-
-    ticket: int
-    update: int
-    samples: Samples
-
-
 def make_samples(policy: Policy, segment: Segment, algorithm: config.Algorithm, most_rows: int) -> Samples:
     """The samples of one segment by the policy's current weights, evaluated at most `most_rows` at a time.
 
@@ -137,22 +128,18 @@ def make_samples(policy: Policy, segment: Segment, algorithm: config.Algorithm, 
     )
 
 
-def why_not_trainable(segments: Sequence[Prepared]) -> str | None:
-    """Why nothing can be learnt from these segments, naming the first bad one; None if all is well."""
-    if not any(len(segment.samples) for segment in segments):
-        return "no valid chunk step in any segment"
-    for segment in segments:
-        samples = segment.samples
-        if not samples.executed.any(-1).all():
-            return f"a valid chunk step of segment {segment.ticket} has no executed action"
-        for name, tensor in (
-            ("behaviour log-prob", samples.behaviour[samples.executed]),
-            ("proximal log-prob", samples.proximal[samples.executed]),
-            ("value", samples.values),
-            ("return", samples.returns),
-        ):
-            if not torch.isfinite(tensor).all():
-                return f"a {name} of segment {segment.ticket} is not finite"
+def why_not_trainable(samples: Samples, ticket: int) -> str | None:
+    """Why nothing can be learnt from an update with these samples of segment `ticket`; None if all is well."""
+    if not samples.executed.any(-1).all():
+        return f"a valid chunk step of segment {ticket} has no executed action"
+    for name, tensor in (
+        ("behaviour log-prob", samples.behaviour[samples.executed]),
+        ("proximal log-prob", samples.proximal[samples.executed]),
+        ("value", samples.values),
+        ("return", samples.returns),
+    ):
+        if not torch.isfinite(tensor).all():
+            return f"a {name} of segment {ticket} is not finite"
     return None
 
 

@@ -1,0 +1,161 @@
+"""The loss of some samples under a policy, as the sums that optimiser steps divide, and the metrics of an update.
+
+Legend of shape suffixes: N samples, that is valid chunk steps of one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vla_stream import config
+from vla_stream.learning import losses
+from vla_stream.learning.losses import Sum
+from vla_stream.learning.samples import Samples
+from vla_stream.policies.protocol import Policy
+
+
+class Terms(NamedTuple):
+    """The terms of the loss, with their coefficients: policy and entropy are divided by the number of elements, the
+    value term by that of samples."""
+
+    policy: Sum
+    value: Sum
+    entropy: Sum
+
+    def mean(self) -> Tensor:
+        """The loss of an optimiser step that these samples are all of."""
+        return (
+            self.policy.total / self.policy.elements
+            + self.value.total / self.value.elements
+            - self.entropy.total / self.entropy.elements
+        )
+
+
+def evaluate(
+    policy: Policy, algorithm: config.Algorithm, samples: Samples, advantages_N: Tensor, device: torch.device
+) -> tuple[Terms, dict[str, float]]:
+    """The loss by the policy's current weights, with gradients, and the sums that metrics are made of (see `Tally`)."""
+    granularity = algorithm.granularity
+    evaluation = policy.evaluate(samples.observations, samples.actions, samples.extras)
+    executed = samples.executed.to(device)
+    mask = losses.element_mask(executed, samples.actions.shape[-1], granularity)
+    logprobs = losses.to_elements(evaluation.logprobs, executed, granularity)
+    proximal = losses.to_elements(samples.proximal.to(device), executed, granularity)
+    behaviour = losses.to_elements(samples.behaviour.to(device), executed, granularity)
+    advantages = losses.per_element(advantages_N.to(device), mask)
+    policy_loss = losses.policy_loss(
+        logprobs, proximal, behaviour, advantages, mask, algorithm.clip, algorithm.behaviour_weight_cap
+    )
+    value_loss = losses.value_loss(
+        evaluation.values,
+        samples.values.to(device),
+        samples.returns.to(device),
+        algorithm.value_clip,
+        algorithm.huber_delta,
+    )
+    entropy = losses.masked_sum(losses.to_elements(evaluation.entropy, executed, granularity), mask)
+    terms = Terms(
+        policy_loss,
+        Sum(algorithm.value_coefficient * value_loss.total, value_loss.elements),
+        Sum(algorithm.entropy_coefficient * entropy.total, entropy.elements),
+    )
+    with torch.no_grad():
+        moved = torch.where(mask, logprobs - proximal, 0.0)
+        drifted = torch.where(mask, logprobs - behaviour, 0.0)
+        error = (moved.exp() - 1).abs()
+        sums = {
+            "policy_loss": policy_loss.total,
+            "value_loss": value_loss.total,
+            "entropy": entropy.total,
+            "elements": policy_loss.elements,
+            "samples": value_loss.elements,
+            # k3, from samples of the behaviour policy: KL(old ‖ new) ≈ E[r − 1 − log r].
+            "kl_behaviour": (drifted.exp() - 1 - drifted).sum(),
+            "kl_proximal": (moved.exp() - 1 - moved).sum(),
+            "clipped": (error > algorithm.clip).sum(),
+            "ratio_error": error.sum(),
+            "behaviour_ratio_error": (drifted.exp() - 1).abs().sum(),
+            "ratio_max": moved.max().exp(),
+        }
+        # One transfer: each .item() would wait for the device.
+        numbers = torch.stack([number.double() for number in sums.values()]).tolist()
+    return terms, dict(zip(sums, numbers, strict=True))
+
+
+class Tally:
+    """The sums of all parts of one update, and the means that people see."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+        self._first: Mapping[str, float] = {}
+        self._gradient_norms: list[float] = []
+
+    @property
+    def optimiser_steps(self) -> int:
+        return len(self._gradient_norms)
+
+    def add(self, sums: Mapping[str, float]) -> None:
+        """What `evaluate` found for one part."""
+        ratio_max = max(self._sums.get("ratio_max", 0.0), sums["ratio_max"])
+        self._first = self._first or sums
+        self._sums = {name: self._sums.get(name, 0.0) + value for name, value in sums.items()}
+        self._sums["ratio_max"] = ratio_max
+
+    def stepped(self, gradient_norm: float) -> None:
+        """An optimiser step was made, with a gradient of this norm before it was scaled down."""
+        self._gradient_norms.append(gradient_norm)
+
+    def metrics(self) -> dict[str, float]:
+        sums, first, elements = self._sums, self._first, self._sums["elements"]
+        return {
+            "policy_loss": sums["policy_loss"] / elements,
+            "value_loss": sums["value_loss"] / sums["samples"],
+            "entropy": sums["entropy"] / elements,
+            "kl_behaviour": sums["kl_behaviour"] / elements,
+            "kl_proximal": sums["kl_proximal"] / elements,
+            "clip_fraction": sums["clipped"] / elements,
+            "ratio_max": sums["ratio_max"],
+            "first_ratio_error": first["ratio_error"] / first["elements"],
+            "first_behaviour_ratio_error": first["behaviour_ratio_error"] / first["elements"],
+            "gradient_norm": sum(self._gradient_norms) / len(self._gradient_norms),
+            "optimiser_steps": float(len(self._gradient_norms)),
+        }
+
+
+def describe(parts: Sequence[Samples], algorithm: config.Algorithm) -> dict[str, float]:
+    """Metrics of the samples themselves. Those without a meaning for these samples are left out."""
+    proximal, behaviour, _ = _elements(parts, algorithm)
+    weights = losses.behaviour_weights(proximal, behaviour, algorithm.behaviour_weight_cap).double()
+    metrics = {
+        "effective_sample_size": float(weights.sum().square() / weights.square().sum() / len(weights)),
+        "capped_fraction": float(((proximal - behaviour).exp() > algorithm.behaviour_weight_cap).double().mean()),
+    }
+    returns = torch.cat([samples.returns for samples in parts])
+    values = torch.cat([samples.values for samples in parts])
+    spread = returns.double().var(correction=0)
+    if spread > 0:
+        metrics["explained_variance"] = float(1 - (returns - values).double().var(correction=0) / spread)
+    return metrics
+
+
+def act_evaluate_difference(parts: Sequence[Samples], algorithm: config.Algorithm, version: int) -> dict[str, float]:
+    """How far `act` and `evaluate` are apart, on samples made and evaluated by the same `version`, if there are any."""
+    proximal, behaviour, versions = _elements(parts, algorithm)
+    own = versions == version
+    return {"act_evaluate_difference": float((proximal - behaviour)[own].abs().double().mean())} if own.any() else {}
+
+
+def _elements(parts: Sequence[Samples], algorithm: config.Algorithm) -> tuple[Tensor, Tensor, Tensor]:
+    """π_prox, μ and the version of all valid elements, flat."""
+    flat = []
+    for samples in parts:
+        mask = losses.element_mask(samples.executed, samples.behaviour.shape[-1], algorithm.granularity)
+        proximal = losses.to_elements(samples.proximal, samples.executed, algorithm.granularity)
+        behaviour = losses.to_elements(samples.behaviour, samples.executed, algorithm.granularity)
+        flat.append((proximal[mask], behaviour[mask], losses.per_element(samples.versions, mask)[mask]))
+    proximal, behaviour, versions = (torch.cat(tensors) for tensors in zip(*flat, strict=True))
+    return proximal, behaviour, versions
