@@ -272,6 +272,22 @@ def test_in_ticket_order_nothing_staler_than_eta_is_trained_and_another_limit_is
     assert "flow.stale_limit is set but flow.order is ticket" in line and "remove stale_limit" in line
 
 
+@pytest.mark.parametrize(
+    ("trainer", "named"),
+    [
+        ({"update": "streaming"}, ["trainer.update is streaming", "trainer.epochs is 3", "set epochs to 1"]),
+        ({"optimiser_steps": 2}, ["trainer.optimiser_steps is 2", "trainer.update is buffered", "to streaming"]),
+        ({"update": "streaming", "epochs": 1, "optimiser_steps": 3},
+         ["trainer.optimiser_steps is 3", "trainer.segments_per_update is 8", "a multiple of 3"]),
+    ],
+)  # fmt: skip
+def test_options_of_one_way_to_update_are_not_ignored_in_the_other(
+    trainer: dict[str, object], named: list[str]
+) -> None:
+    (line,) = problems_of(MINIMAL | {"trainer": MINIMAL["trainer"] | trainer})
+    assert all(part in line for part in named), line
+
+
 def test_two_sources_of_first_weights_are_refused() -> None:
     data = with_value("policy.init_from", "runs/a") | {"pretrain": {}}
     (line,) = problems_of(data)

@@ -106,12 +106,24 @@ class Algorithm(Section):
     value_clip: float = Field(default=0.2, gt=0, description="Range in which a value may move per update.")
     huber_delta: float = Field(default=10.0, gt=0, description="δ of the value loss's Huber function.")
     entropy_coefficient: float = Field(default=0.0, ge=0, description="Weight of the entropy bonus.")
+    normalise_advantages: bool = Field(
+        default=True, description="By mean and std of all of the update; streaming: of the updates before it."
+    )
 
 
 class Trainer(Section):
     segments_per_update: int = Field(ge=1, description="B: segments that one update consumes.")
-    epochs: int = Field(default=3, ge=1, description="Passes over the segments of one update.")
-    minibatch_samples: int = Field(default=256, ge=1, description="Chunk steps (of one row) per optimiser step.")
+    update: Literal["buffered", "streaming"] = Field(
+        default="buffered",
+        description="streaming: each segment is trained once, when it arrives; clip and value_clip then do nothing.",
+    )
+    epochs: int = Field(default=3, ge=1, description="Passes over the segments of one update; streaming: 1.")
+    minibatch_samples: int = Field(
+        default=256, ge=1, description="Chunk steps (of one row) per optimiser step; streaming: per pass."
+    )
+    optimiser_steps: int = Field(
+        default=1, ge=1, description="Streaming: optimiser steps per update, each with an equal share of its segments."
+    )
     learning_rate: float = Field(default=2.5e-4, ge=0, description="Adam's learning rate of the policy.")
     value_learning_rate: float = Field(default=2.5e-4, ge=0, description="Adam's learning rate of the value head.")
     max_grad_norm: float = Field(default=0.5, gt=0, description="Gradients are scaled down to this norm.")
@@ -292,6 +304,22 @@ def cross_check(config: Config) -> list[str]:
                 "trainer.ack is checkpoint but flow.order is ticket: segments given back by a crash would be refused "
                 "as too stale; set flow.order to arrival"
             )
+    trainer = config.trainer
+    if trainer.update == "streaming" and trainer.epochs != 1:
+        problems.append(
+            f"trainer.update is streaming but trainer.epochs is {trainer.epochs}; set epochs to 1, since each segment "
+            "is trained once, as it arrives; trainer.optimiser_steps gives more steps"
+        )
+    if trainer.update == "buffered" and trainer.optimiser_steps != 1:
+        problems.append(
+            f"trainer.optimiser_steps is {trainer.optimiser_steps} but trainer.update is buffered, where "
+            "trainer.epochs and trainer.minibatch_samples make the steps; remove it or set update to streaming"
+        )
+    if trainer.segments_per_update % trainer.optimiser_steps:
+        problems.append(
+            f"trainer.optimiser_steps is {trainer.optimiser_steps} but trainer.segments_per_update is "
+            f"{trainer.segments_per_update}; make segments_per_update a multiple of {trainer.optimiser_steps}"
+        )
     if config.policy.init_from is not None and config.pretrain is not None:
         problems.append(
             "policy.init_from and pretrain are both set; remove one, since both say where the first weights come from"

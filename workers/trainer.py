@@ -249,9 +249,8 @@ class Trainer:
                 del self._held[held.trajectory.member]
 
     def _add(self) -> None:
-        """Give the learner those held segments that the next update is sure to consume, in its order.
-
-        Their π_prox and V come from the weights that the update starts with: never before the last commit."""
+        """Give the learner those held segments that the next update is sure to consume, in its order; the rest waits
+        for its commit, since π_prox and V must come from the weights that an update starts with."""
         count = self.config.trainer.segments_per_update
         members = list(self._held)
         if members and self.config.flow.order == "ticket":
@@ -260,6 +259,7 @@ class Trainer:
             if len(self._added) == count or member not in self._held:
                 break
             started_s = time.monotonic()
+            # In streaming this is the training itself.
             with self.meter.busy("add"):
                 self.learner.add(self._held[member].segment)
             self._adding_s += time.monotonic() - started_s
@@ -294,7 +294,7 @@ class Trainer:
         if time.monotonic() < self._next_miss_s:
             return
         self._next_miss_s = time.monotonic() + self.config.flow.lease_s
-        for member in self.flow.miss(self.epoch, self._held):
+        for member in self.flow.miss(self.epoch, [*self._held, *self._added]):
             self.worker.say("poisoned", f"segment {member}: somebody removed its entry from the stream")
 
     def _remove_payloads(self, trajectory: Trajectory) -> None:
@@ -393,12 +393,15 @@ class Trainer:
 
     def _record(self, chosen: list[_Held], result: UpdateResult) -> None:
         """One line per update in updates.jsonl: which segments it consumed, in the order they were trained in."""
+        members = [held.trajectory.member for held in chosen]
+        if self.config.trainer.update == "buffered":
+            members.sort(key=lambda member: int(member.partition(".")[0]))
         line = {
             "update": self.update,
             "version": self.version,
             "epoch": self.epoch,
             "skipped": result.skipped,
-            "segments": sorted((held.trajectory.member for held in chosen), key=lambda m: int(m.partition(".")[0])),
+            "segments": members,
         }
         with contextlib.suppress(OSError), (self.config.run_dir / UPDATES_FILE).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")

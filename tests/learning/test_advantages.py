@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vla_stream.learning.advantages import gae, normalise, successor_values
+from vla_stream.learning.advantages import DECAY, RunningMoments, gae, normalise, successor_values
 
 
 def column(*values: float) -> Tensor:
@@ -118,3 +118,28 @@ def test_normalised_advantages_have_mean_0_and_standard_deviation_1() -> None:
 
 def test_equal_advantages_normalise_to_zero() -> None:
     assert torch.equal(normalise(torch.full((7,), 0.1)), torch.zeros(7))
+
+
+def test_running_moments_are_those_of_all_earlier_advantages_weighted_by_age() -> None:
+    generator = np.random.default_rng(3)
+    updates = [generator.normal(size, 1 + size, size) for size in (4, 9, 1, 6)]
+    moments = RunningMoments()
+    for advantages in updates:
+        moments = moments.after(torch.from_numpy(advantages))
+    weights = np.concatenate([np.full(len(a), DECAY ** (len(updates) - 1 - i)) for i, a in enumerate(updates)])
+    everything = np.concatenate(updates)
+    mean = np.average(everything, weights=weights)
+    variance = np.average((everything - mean) ** 2, weights=weights)
+    assert moments.weight == pytest.approx(weights.sum())
+    assert (moments.mean, moments.variance) == pytest.approx((mean, variance))
+    expected = (np.array([2.0, 5.0]) - mean) / np.sqrt(variance)
+    np.testing.assert_allclose(moments.scale(torch.tensor([2.0, 5.0])).numpy(), expected, rtol=1e-5)
+
+
+def test_before_the_first_update_advantages_stay_as_they_are() -> None:
+    assert torch.allclose(RunningMoments().scale(torch.tensor([-2.0, 0.5])), torch.tensor([-2.0, 0.5]))
+
+
+def test_a_success_after_updates_of_equal_advantages_is_ten_deviations_and_no_more() -> None:
+    moments = RunningMoments().after(torch.full((50,), -0.5))
+    assert torch.equal(moments.scale(torch.tensor([1.0, -0.5, -9.0])), torch.tensor([10.0, 0.0, -10.0]))

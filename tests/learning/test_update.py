@@ -3,141 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
-from pydantic import BaseModel
-from torch import Tensor, nn
+from torch import Tensor
+from toy import NO_ROWS, A, Failing, K, T, Toy, make_learner, make_segment, same, sampled, train, update, weights
 
-from vla_stream import config
-from vla_stream.environments.protocol import Observations
 from vla_stream.errors import InputError
 from vla_stream.learning import checkpoint, losses
 from vla_stream.learning.advantages import normalise
-from vla_stream.learning.samples import Samples, make_samples
-from vla_stream.learning.segments import Segment
-from vla_stream.learning.update import Learner, LearnerState, UpdateResult
-from vla_stream.policies.protocol import Act, Evaluation, Policy, row_noise
-
-S, H, A = 3, 2, 2
-T, K = 5, 4
-NO_ROWS = np.zeros((0, 2), dtype=np.int64)
-
-
-class NoOptions(BaseModel):
-    pass
-
-
-class Toy(nn.Module):
-    """One shared linear trunk, a linear action head with one log-std, a linear value head, and a frozen parameter."""
-
-    Options: ClassVar[type[BaseModel]] = NoOptions
-
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.trunk = nn.Linear(S, 8)
-        self.action = nn.Linear(8, H * A)
-        self.value = nn.Linear(8, 1)
-        self.log_std = nn.Parameter(torch.tensor(-0.5))
-        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
-        self.rows_evaluated = 0
-
-    def _heads(self, observations: Observations) -> tuple[torch.distributions.Normal, Tensor]:
-        hidden = torch.tanh(self.trunk(torch.from_numpy(observations.state) * self.frozen))
-        mean = self.action(hidden).reshape(-1, H, A)
-        return torch.distributions.Normal(mean, self.log_std.exp()), self.value(hidden)[:, 0]
-
-    def act(self, observations: Observations, noise_keys: np.ndarray | None) -> Act:
-        assert noise_keys is not None
-        with torch.no_grad():
-            normal, values = self._heads(observations)
-            noise = torch.from_numpy(row_noise(noise_keys, H * A)).reshape(-1, H, A)
-            actions = normal.mean + normal.stddev * noise
-            return Act(actions.numpy(), normal.log_prob(actions).numpy(), values.numpy())
-
-    def evaluate(self, observations: Observations, actions: np.ndarray, extras: Mapping[str, np.ndarray]) -> Evaluation:
-        self.rows_evaluated += len(observations)
-        normal, values = self._heads(observations)
-        return Evaluation(normal.log_prob(torch.from_numpy(actions)), normal.entropy(), values)
-
-    def imitation_loss(self, observations: Observations, actions: np.ndarray, valid: np.ndarray) -> Tensor:
-        raise AssertionError("an update does not imitate")
-
-    def parameter_groups(self) -> Mapping[str, list[nn.Parameter]]:
-        policy = [*self.trunk.parameters(), *self.action.parameters(), self.log_std]
-        return {"policy": policy, "value": list(self.value.parameters())}
-
-
-def look(generator: np.random.Generator, rows: int) -> Observations:
-    return Observations({}, generator.standard_normal((rows, S)).astype(np.float32), ["reach"] * rows)
-
-
-def make_segment(policy: Policy, ticket: int, version: int = 0) -> Segment:
-    """K rows act by `policy`. Row 1 terminates inside chunk 1, rows 2 and 0 are truncated in chunks 2 and 4: reset."""
-    generator = np.random.default_rng(ticket)
-    observations = [look(generator, K) for _ in range(T + 1)]
-    acts = [policy.act(observations[t], np.arange(K, dtype=np.uint64) + 100 * ticket + 10 * t) for t in range(T)]
-    terminated, truncated = np.zeros((T, K), dtype=bool), np.zeros((T, K), dtype=bool)
-    executed = np.ones((T, K, H), dtype=bool)
-    terminated[1, 1], executed[1, 1, 1], truncated[2, 2], truncated[4, 0] = True, False, True, True
-    actions = np.stack([act.actions for act in acts])
-    return Segment(
-        ticket=ticket,
-        observations=observations,
-        final=look(generator, 2),
-        final_index=np.array([[2, 2], [4, 0]]),
-        actions=actions,
-        logprobs=np.stack([act.logprobs for act in acts]),
-        executed=executed,
-        valid=np.ones((T, K), dtype=bool),
-        rewards=-np.square(actions).mean((2, 3)),
-        terminated=terminated,
-        truncated=truncated,
-        success=terminated,
-        versions=np.full(T, version),
-    )
-
-
-def make_learner(policy: Toy | None = None, algorithm: dict[str, object] | None = None, **trainer: object) -> Learner:
-    defaults = {"segments_per_update": 3, "minibatch_samples": 16, "critic_warmup_updates": 0, "learning_rate": 1e-2}
-    return Learner(
-        policy or Toy(),
-        config.Algorithm.model_validate({"entropy_coefficient": 0.01} | (algorithm or {})),
-        config.Trainer.model_validate(defaults | {"value_learning_rate": 1e-2} | trainer),
-        seed=7,
-    )
-
-
-def weights(learner: Learner) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in learner.policy.state_dict().items()}
-
-
-def same(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
-
-
-def update(learner: Learner, segments: Sequence[Segment], version: int = 0) -> UpdateResult:
-    for segment in segments:
-        learner.add(segment)
-    return learner.finish(version)
-
-
-def sampled(learner: Learner, segment: Segment) -> Samples:
-    return make_samples(learner.policy, segment, learner.algorithm, learner.trainer.minibatch_samples)
-
-
-def train(learner: Learner, updates: int = 1) -> UpdateResult:
-    """Updates on fresh on-policy segments."""
-    for _ in range(updates):
-        number = learner.updates_done
-        segments = [make_segment(learner.policy, ticket=3 * number + i, version=number) for i in range(3)]
-        result = update(learner, segments, version=number)
-    return result
+from vla_stream.learning.samples import Samples
+from vla_stream.learning.update import LearnerState, UpdateResult
 
 
 def test_seeded_toy_run_gives_the_pinned_losses_and_gets_better() -> None:
@@ -258,23 +136,6 @@ def test_f46_a_segment_with_nan_is_named_and_nothing_is_trained(name: str, reaso
     after = learner.state()
     assert same(before.policy, after.policy) and same(before.optimiser, after.optimiser)
     assert after.updates_done == 2
-
-
-class Failing(Toy):
-    """From the given training pass on, the values or their gradients are not finite."""
-
-    def __init__(self, good_passes: int, fault: str) -> None:
-        super().__init__()
-        self.good_passes, self.fault = good_passes, fault
-
-    def evaluate(self, observations: Observations, actions: np.ndarray, extras: Mapping[str, np.ndarray]) -> Evaluation:
-        evaluation = super().evaluate(observations, actions, extras)
-        self.good_passes -= torch.is_grad_enabled()
-        if self.good_passes >= 0:
-            return evaluation
-        # √ at 0: the value is 0, its gradient inf · 0.
-        fault = torch.sqrt(0.0 * self.value.weight.sum() ** 2) if self.fault == "gradient" else float("nan")
-        return dataclasses.replace(evaluation, values=evaluation.values + fault)
 
 
 @pytest.mark.parametrize(

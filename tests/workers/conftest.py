@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from live_run import Run
+from trainer_bench import Bench, Make
 
 from vla_stream.broker.connection import Client
 
@@ -27,3 +28,8 @@ def fakes_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(redis_url: str, run_name: str, tmp_path: Path, client: Client) -> Iterator[Run]:
     with contextlib.closing(Run(redis_url, run_name, tmp_path, client)) as made:
         yield made
+
+
+@pytest.fixture
+def make(run: Run) -> Make:
+    return lambda **changes: Bench(run, run.start(**changes))

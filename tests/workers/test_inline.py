@@ -12,6 +12,7 @@ from live_run import Run
 from vla_stream.broker.connection import Client
 from vla_stream.config import Config
 from vla_stream.learning import checkpoint
+from vla_stream.learning.update import RUNNING_MOMENTS
 from vla_stream.policies.protocol import Act
 from vla_stream.streams.keys import Keys
 from workers import inline
@@ -69,6 +70,17 @@ def test_two_identical_inline_runs_give_bit_identical_weights(run: Run, segment:
     assert all(torch.equal(first[name], second[name]) for name in first)
     _, other = train(run, f"{run.name}-c", **changes, seed=6)
     assert not all(torch.equal(first[name], other[name]) for name in first)
+
+
+def test_an_inline_run_in_streaming_is_repeated_bit_for_bit(run: Run) -> None:
+    changes = {"trainer__update": "streaming", "trainer__optimiser_steps": 2, "flow__order": "ticket"}
+    config, first = train(run, run.name, **changes)
+    _, second = train(run, f"{run.name}-b", **changes)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert [entry["optimiser_steps"] for entry in updates_told(run.client, run.keys)] == [2.0] * config.updates
+    # The statistics that scale the advantages are the checkpoint's.
+    saved = checkpoint.load(config.run_dir / "checkpoints" / f"{config.updates:06d}").optimiser
+    assert saved[RUNNING_MOMENTS][0] > 0
 
 
 def test_an_error_of_the_policy_reaches_the_caller_and_pdb(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,16 +49,23 @@ def weights(config: Config) -> dict[str, torch.Tensor]:
     return checkpoint.load(config.run_dir / "checkpoints" / f"{config.updates:06d}").policy
 
 
-@pytest.mark.parametrize("generators", [1, 2])
-def test_a_strict_distributed_run_ends_with_the_weights_of_the_one_process_mode(run: Run, generators: int) -> None:
-    config = run.start(**STRICT)
+@pytest.mark.parametrize(
+    ("generators", "trainer"),
+    [(1, {}), (2, {}), (2, {"update": "streaming", "epochs": 1, "optimiser_steps": 3})],
+    ids=["one generator", "two generators", "streaming"],
+)
+def test_a_strict_distributed_run_ends_with_the_weights_of_the_one_process_mode(
+    run: Run, generators: int, trainer: dict[str, Any]
+) -> None:
+    strict = STRICT | {"trainer": STRICT["trainer"] | trainer}
+    config = run.start(**strict)
     told = distributed(config, run.url, generators)
     assert {notice.kind for notice in told} <= {"ended"}, told
     books = run.flow.books()
     assert books.balance == 0 and books.outcomes["trained"] == 18
     assert books.outcomes["refused"] == books.outcomes["poisoned"] == books.outcomes["expired"] == 0
 
-    alone = Run(run.url, f"{run.name}-inline", run.folder, run.client).start(**STRICT)
+    alone = Run(run.url, f"{run.name}-inline", run.folder, run.client).start(**strict)
     inline.run(alone, run.url, tell=lambda _: None)
     ours, theirs = weights(config), weights(alone)
     assert ours.keys() == theirs.keys()

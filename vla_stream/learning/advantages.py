@@ -5,8 +5,16 @@ Legend of shape suffixes: T chunk steps, B rows, N rows that were truncated.
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+# Of `RunningMoments`: an update weighs this much of the one after it, so that about the last ten count.
+DECAY = 0.9
+# Of `RunningMoments`: the first success after many failures is hundreds of their standard deviations away.
+MOST_DEVIATIONS = 10.0
 
 
 def successor_values(values_TB: Tensor, closing_B: Tensor, final_N: Tensor, final_index_N2: Tensor) -> Tensor:
@@ -58,3 +66,28 @@ def normalise(advantages: Tensor) -> Tensor:
     exact = advantages.double()
     # 1e-8: equal advantages (nothing to learn from) become 0 rather than amplified rounding.
     return ((exact - exact.mean()) / (exact.std(correction=0) + 1e-8)).to(advantages.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class RunningMoments:
+    """Mean and variance of the advantages of earlier updates, for an update whose own are not all known yet.
+
+    `weight` is how many advantages they stand for, those of older updates counted as less (DECAY)."""
+
+    weight: float = 0.0
+    mean: float = 0.0
+    variance: float = 1.0
+
+    def scale(self, advantages: Tensor) -> Tensor:
+        """(A − mean) ÷ std, at most MOST_DEVIATIONS from 0; float64 inside."""
+        scaled = (advantages.double() - self.mean) / (math.sqrt(self.variance) + 1e-8)
+        return scaled.clamp(-MOST_DEVIATIONS, MOST_DEVIATIONS).to(advantages.dtype)
+
+    def after(self, advantages: Tensor) -> RunningMoments:
+        """The moments after an update with these advantages."""
+        exact = advantages.double()
+        old, new = DECAY * self.weight, float(len(exact))
+        share = new / (old + new)
+        shift = float(exact.mean()) - self.mean
+        variance = (1 - share) * self.variance + share * float(exact.var(correction=0))
+        return RunningMoments(old + new, self.mean + share * shift, variance + share * (1 - share) * shift**2)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from vla_stream import config
 from vla_stream.learning import losses
@@ -33,6 +34,12 @@ class Terms(NamedTuple):
             + self.value.total / self.value.elements
             - self.entropy.total / self.entropy.elements
         )
+
+    def sums(self, granularity: losses.Granularity) -> dict[str, Tensor]:
+        """The same before the division, by the name that the divisor has among the sums of `evaluate`."""
+        elements, samples = self.policy.total - self.entropy.total, self.value.total
+        # A valid chunk is one element.
+        return {"samples": elements + samples} if granularity == "chunk" else {"elements": elements, "samples": samples}
 
 
 def evaluate(
@@ -86,6 +93,39 @@ def evaluate(
     return terms, dict(zip(sums, numbers, strict=True))
 
 
+class GradientSums:
+    """Gradients gathered part by part as sums, and divided once, by counts that are known when all parts are in.
+
+    There is one sum per divisor, and each divisor needs a way back of its own through what its losses share."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[Parameter, str], Tensor] = {}
+        self._counts: dict[str, float] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._counts)
+
+    def add(self, totals: Mapping[str, Tensor], counts: Mapping[str, float], parameters: Sequence[Parameter]) -> None:
+        """The gradients of one part's losses, each under the name of its divisor; nothing else gets a gradient."""
+        last = list(totals)[-1]
+        for divisor, loss in totals.items():
+            self._counts[divisor] = self._counts.get(divisor, 0.0) + counts[divisor]
+            found = torch.autograd.grad(loss, parameters, retain_graph=divisor != last, allow_unused=True)
+            for parameter, gradient in zip(parameters, found, strict=True):
+                if gradient is not None:
+                    # Not in place: two parameters may share one tensor here.
+                    before = self._sums.get((parameter, divisor))
+                    self._sums[parameter, divisor] = gradient if before is None else before + gradient
+
+    def means(self) -> dict[Parameter, Tensor]:
+        """The gradient of each parameter that has one."""
+        gradients: dict[Parameter, Tensor] = {}
+        for (parameter, divisor), total in self._sums.items():
+            mean = total / self._counts[divisor]
+            gradients[parameter] = gradients[parameter] + mean if parameter in gradients else mean
+        return gradients
+
+
 class Tally:
     """The sums of all parts of one update, and the means that people see."""
 
@@ -101,9 +141,10 @@ class Tally:
     def add(self, sums: Mapping[str, float]) -> None:
         """What `evaluate` found for one part."""
         ratio_max = max(self._sums.get("ratio_max", 0.0), sums["ratio_max"])
-        self._first = self._first or sums
         self._sums = {name: self._sums.get(name, 0.0) + value for name, value in sums.items()}
         self._sums["ratio_max"] = ratio_max
+        if not self._gradient_norms:
+            self._first = self._sums  # before the first optimiser step
 
     def stepped(self, gradient_norm: float) -> None:
         """An optimiser step was made, with a gradient of this norm before it was scaled down."""

@@ -6,6 +6,7 @@ chunk, A action dims.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -50,6 +51,11 @@ class Samples:
             {name: array[index] for name, array in self.extras.items()},
             *(tensor[rows] for tensor in self._tensors()),
         )
+
+    def without_inputs(self) -> Samples:
+        """What is left to describe once the policy has seen them: observations are most of the memory."""
+        nothing = np.empty(0, dtype=np.float32)
+        return dataclasses.replace(self, observations=Observations({}, nothing, []), actions=nothing, extras={})
 
     @classmethod
     def concatenate(cls, parts: Sequence[Samples]) -> Samples:

@@ -1,12 +1,15 @@
 """One update of the policy: segments are added one by one, then it is finished.
 
 Buffered: adding a segment is a pass without gradients, finishing is epochs × minibatches of decoupled PPO.
+Streaming: adding a segment computes its gradient at once, so that training overlaps the rollout, and finishing is the
+one optimiser step with all of them (or the last of `optimiser_steps`, each with an equal share of the segments). Every
+segment meets the weights that judged it: π_prox is π_θ, and nothing is ever clipped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 import numpy as np
 import torch
@@ -15,13 +18,14 @@ from torch import Tensor
 from vla_stream import config, seeds
 from vla_stream.errors import InputError
 from vla_stream.learning import objective
-from vla_stream.learning.advantages import normalise
+from vla_stream.learning.advantages import RunningMoments, normalise
 from vla_stream.learning.samples import Samples, make_samples, parts, why_not_trainable
 from vla_stream.learning.segments import Segment
 from vla_stream.policies.protocol import Policy
 
 # Adam's ε of CleanRL's PPO instead of torch's 1e-8: tiny gradients are not blown up to full steps.
 ADAM_EPSILON = 1e-5
+RUNNING_MOMENTS = "running moments of advantages"  # among the optimiser's state, whose other names hold a slash
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,22 +40,32 @@ class UpdateResult:
 
 @dataclass(frozen=True, slots=True)
 class LearnerState:
-    """All that a checkpoint needs: updates done, the policy's state dict, and the optimiser as flat named tensors."""
+    """All that a checkpoint needs: updates done, the policy's state dict, and the optimiser as flat named tensors, in
+    streaming with the running moments."""
 
     updates_done: int
     policy: dict[str, Tensor]
     optimiser: dict[str, Tensor]
 
 
+_Snapshot = tuple[list[tuple[torch.nn.Parameter, Tensor]], dict[Tensor, dict[str, Tensor]]]
+
+
 @dataclass(slots=True)
 class _Begun:
-    """The next update as far as its segments are here."""
+    """The next update as far as its segments are here.
 
-    segments: list[tuple[int, Samples]] = field(default_factory=list)  # each with its ticket, as they came
-    problem: str | None = None  # why it will change nothing
+    segments   each with its ticket, as they came
+    problem    why it will change nothing
+    before     the weights and moments to go back to, once there was an optimiser step that may turn out to be void
+    gradients  in streaming, of the segments since the last optimiser step
+    """
 
-
-_Snapshot = tuple[list[tuple[torch.nn.Parameter, Tensor]], dict[Tensor, dict[str, Tensor]]]
+    segments: list[tuple[int, Samples]] = field(default_factory=list)
+    problem: str | None = None
+    tally: objective.Tally = field(default_factory=objective.Tally)
+    before: _Snapshot | None = None
+    gradients: objective.GradientSums = field(default_factory=objective.GradientSums)
 
 
 class _NotFinite(Exception):
@@ -76,6 +90,9 @@ class Learner:
         self.device = torch.device(device)
         self.updates_done = 0
         self._begun = _Begun()
+        self._streaming = trainer.update == "streaming"
+        self._share = trainer.segments_per_update // trainer.optimiser_steps
+        self._moments = RunningMoments()
         if isinstance(policy, torch.nn.Module):
             policy.to(self.device).eval()
         groups = policy.parameter_groups()
@@ -95,17 +112,27 @@ class Learner:
         return self.updates_done < self.trainer.critic_warmup_updates
 
     def add(self, segment: Segment) -> None:
-        """Take one segment of the next update: π_prox, V and advantages by the current weights.
+        """Take one segment of the next update: π_prox, V and advantages by the current weights; in streaming its
+        gradients too, and an optimiser step when it completes a share that is not the last.
 
         Each segment is evaluated alone, so that the result does not depend on which segments arrived before it.
         """
         begun = self._begun
         samples = make_samples(self.policy, segment, self.algorithm, self.trainer.minibatch_samples)
-        begun.segments.append((segment.ticket, samples))
+        begun.segments.append((segment.ticket, samples.without_inputs() if self._streaming else samples))
         begun.problem = begun.problem or why_not_trainable(samples, segment.ticket)
+        if begun.problem is None and self._streaming:
+            try:
+                self._accumulate(samples, segment.ticket)
+                if len(begun.segments) % self._share == 0 and len(begun.segments) < self.trainer.segments_per_update:
+                    begun.before = begun.before or self._snapshot()
+                    self._step_with_sums()
+            except _NotFinite as exc:
+                begun.problem = str(exc)
 
     def finish(self, version: int) -> UpdateResult:
-        """Make the update of all segments added; what they are, not the order they came in, decides the result.
+        """Make the update of all segments added. In buffered mode what they are, not the order they came in, decides
+        the result; in streaming the order decides which share a segment is in, and the rounding.
 
         `version` is that of the current weights, before this update. A loss or gradient that is not finite leaves
         weights and optimiser as they were.
@@ -116,33 +143,44 @@ class Learner:
         problem = begun.problem or (None if count else "no valid chunk step in any segment")
         metrics: dict[str, float] = {}
         if problem is None:
-            before = self._snapshot()
             try:
-                metrics = self._optimise(Samples.concatenate(ordered)).metrics()
-                metrics |= objective.describe(ordered, self.algorithm)
-                metrics |= objective.act_evaluate_difference(ordered, self.algorithm, version)
+                if self._streaming:
+                    self._step_with_sums()
+                    self._moments = self._moments.after(torch.cat([samples.advantages for samples in ordered]))
+                else:
+                    begun.before = self._snapshot()
+                    self._optimise(Samples.concatenate(ordered))
+                # Of a later share π_prox is not that of `version`.
+                first_share = [samples for _, samples in begun.segments[: self._share]]
+                metrics = begun.tally.metrics() | objective.describe(ordered, self.algorithm)
+                metrics |= objective.act_evaluate_difference(first_share, self.algorithm, version)
             except _NotFinite as exc:
                 problem = str(exc)
-                self._restore(before)
+        if problem is not None:
+            self._restore()
         self._optimiser.zero_grad()
         self._begun = _Begun()
         self.updates_done += 1
         return UpdateResult(number, count, problem, metrics)
 
     def discard(self) -> None:
-        """Forget the segments added: the next update begins anew."""
+        """Forget the segments added, and what they did to the weights: the next update begins anew."""
+        self._restore()
         self._begun = _Begun()
 
     def state(self) -> LearnerState:
-        """The state to checkpoint, copied to the host."""
+        """The state to checkpoint, copied to the host. Call it between two updates: after `finish` or `discard`."""
+        optimiser = {
+            f"{self._names[parameter]}/{entry}": value.detach().cpu().clone()
+            for parameter, entries in self._optimiser.state.items()
+            for entry, value in entries.items()
+        }
+        if self._streaming:
+            optimiser[RUNNING_MOMENTS] = torch.tensor(astuple(self._moments), dtype=torch.float64)
         return LearnerState(
             self.updates_done,
             {name: tensor.detach().cpu().clone() for name, tensor in self.policy.state_dict().items()},
-            {
-                f"{self._names[parameter]}/{entry}": value.detach().cpu().clone()
-                for parameter, entries in self._optimiser.state.items()
-                for entry, value in entries.items()
-            },
+            optimiser,
         )
 
     def load_state(self, state: LearnerState) -> None:
@@ -158,7 +196,11 @@ class Learner:
                 )
         parameters = {name: parameter for parameter, name in self._names.items()}
         moments: dict[Tensor, dict[str, Tensor]] = {}
+        running = RunningMoments()
         for key, value in state.optimiser.items():
+            if key == RUNNING_MOMENTS:
+                running = RunningMoments(*value.tolist())
+                continue
             name, _, entry = key.rpartition("/")
             if name not in parameters:
                 raise InputError(
@@ -171,13 +213,13 @@ class Learner:
         self.policy.load_state_dict(state.policy)
         self._optimiser.state.clear()
         self._optimiser.state.update(moments)
+        self._moments, self._begun = running, _Begun()
         self.updates_done = state.updates_done
-        self._begun = _Begun()
 
-    def _optimise(self, samples: Samples) -> objective.Tally:
+    def _optimise(self, samples: Samples) -> None:
         """Epochs × minibatches, one optimiser step each. Raises _NotFinite."""
-        advantages = normalise(samples.advantages)
-        tally = objective.Tally()
+        advantages = normalise(samples.advantages) if self.algorithm.normalise_advantages else samples.advantages
+        tally = self._begun.tally
         for epoch in range(self.trainer.epochs):
             generator = np.random.default_rng(seeds.derive("minibatches", self.seed, self.updates_done, epoch))
             for index in parts(generator.permutation(len(samples)), self.trainer.minibatch_samples):
@@ -192,7 +234,30 @@ class Learner:
                 loss.backward(inputs=self._stepped)  # type: ignore[no-untyped-call]
                 tally.add(sums)
                 tally.stepped(self._step(place))
-        return tally
+
+    def _accumulate(self, samples: Samples, ticket: int) -> None:
+        """Add the gradients of a segment's loss to the sums. Raises _NotFinite."""
+        begun = self._begun
+        scaled = self.algorithm.normalise_advantages
+        advantages = self._moments.scale(samples.advantages) if scaled else samples.advantages
+        for index in parts(np.arange(len(samples)), self.trainer.minibatch_samples):
+            terms, sums = self._evaluate(samples.take(index), advantages[torch.from_numpy(index)])
+            loss = sums["policy_loss"] + sums["value_loss"] - sums["entropy"]
+            if not np.isfinite(loss):
+                raise _NotFinite(f"the loss is {loss} in segment {ticket}")
+            begun.gradients.add(terms.sums(self.algorithm.granularity), sums, self._stepped)
+            begun.tally.add(sums)
+
+    def _step_with_sums(self) -> None:
+        """One optimiser step with all gradients since the last one. Raises _NotFinite."""
+        begun = self._begun
+        if not begun.gradients:
+            return  # a share without a valid chunk step
+        self._optimiser.zero_grad()
+        for parameter, gradient in begun.gradients.means().items():
+            parameter.grad = gradient
+        begun.gradients = objective.GradientSums()
+        begun.tally.stepped(self._step(f"optimiser step {begun.tally.optimiser_steps + 1}"))
 
     def _evaluate(self, samples: Samples, advantages_N: Tensor) -> tuple[objective.Terms, dict[str, float]]:
         return objective.evaluate(self.policy, self.algorithm, samples, advantages_N, self.device)
@@ -218,8 +283,10 @@ class Learner:
         }
         return [(parameter, parameter.detach().clone()) for parameter in trained], moments
 
-    def _restore(self, before: _Snapshot) -> None:
-        weights, moments = before
+    def _restore(self) -> None:
+        if self._begun.before is None:
+            return
+        weights, moments = self._begun.before
         with torch.no_grad():
             for parameter, value in weights:
                 parameter.copy_(value)
