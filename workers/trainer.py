@@ -481,7 +481,7 @@ def make_learner(
 
     A checkpoint of the run itself is not looked at here. Raises InputError."""
     policy = make_policy(config, specification, device)
-    needs_start = checkpoint.newest(config.run_dir / CHECKPOINTS)[0] is None
+    needs_start = checkpoint.newest_place(config.run_dir / CHECKPOINTS) is None
     if needs_start and config.policy.init_from is not None:
         load_policy(policy, config.policy.init_from)
     elif needs_start and config.pretrain is not None:

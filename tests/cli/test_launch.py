@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from vla_stream.broker.connection import Client
 from vla_stream.cli.display import PlainDisplay
@@ -14,6 +15,7 @@ from vla_stream.config import Config, validate
 from vla_stream.environments.protocol import Specification
 from vla_stream.errors import InputError, RunFailed
 from vla_stream.flow import Flow
+from vla_stream.learning import checkpoint
 from vla_stream.streams import presence
 from vla_stream.streams.keys import Keys
 from vla_stream.streams.notices import sample, say
@@ -172,6 +174,11 @@ def test_a_server_that_loses_the_last_update_does_not_undo_it(config: Config, re
         state = launch.flow.state()
         with pytest.raises(RunFailed, match="ended at update 0 of 100 although nobody asked"):
             launch._reason_to_end(state, supervisor)
-        (config.run_dir / "checkpoints" / "000100").mkdir(parents=True)
+        place = checkpoint.save(config.run_dir / "checkpoints", 100, 100, {"w": torch.zeros(1)}, {}, {})
+        meta = (place / "meta.json").read_text()
+        (place / "meta.json").write_text("{}")
+        with pytest.raises(RunFailed, match="ended at update 0 of 100 although nobody asked"):
+            launch._reason_to_end(state, supervisor)
+        (place / "meta.json").write_text(meta)
         assert launch._reason_to_end(state, supervisor) == "finished"
         supervisor.close()

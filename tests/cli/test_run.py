@@ -245,6 +245,32 @@ def test_f27_a_key_of_another_type_in_place_of_any_of_ours_costs_what_it_held_an
     assert books["balance"] == 0, books
 
 
+@pytest.mark.timeout(180)
+def test_f47_resume_goes_on_from_the_checkpoint_before_a_damaged_one_and_says_so(shell: Shell, run_name: str) -> None:
+    arguments = ["run", "mini.yaml", "--run", run_name, *QUICK]
+    code, shown = shell.call(*arguments)
+    assert code == 0, shown
+    folder = shell.folder / "runs" / run_name
+    policy = folder / "checkpoints" / "000002" / "policy.safetensors"
+    whole = policy.read_bytes()
+    policy.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    code, shown = shell.call(*arguments, "--resume")
+    assert code == 0, shown
+    assert f"trainer-0: skipped a checkpoint: {policy}: damaged, xxh64 is " in shown
+    updates = [json.loads(line)["update"] for line in (folder / "updates.jsonl").read_text().splitlines()]
+    assert updates == [1, 2, 2]
+    assert f"policy   {policy.parent.relative_to(shell.folder)}" in shown
+
+    for place in (folder / "checkpoints").iterdir():
+        (place / "meta.json").unlink()
+    code, shown = shell.call(*arguments, "--resume")
+    (told,) = (line for line in shown.splitlines() if line.startswith("Error: "))
+    assert (code, told.startswith(f"Error: trainer: {policy.parents[1]}: none of its 3 checkpoints can be read")) == (
+        2,
+        True,
+    ), shown
+
+
 def events(client: Client, keys: Keys) -> list[Any]:
     found: Any = client.xrange(keys.events)
     return list(found)
@@ -298,13 +324,13 @@ def test_f49_however_a_run_is_ended_no_process_no_server_and_no_file_in_dev_shm_
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("times", "limit_s"),
-    [pytest.param(1, 4 + 15, marks=pytest.mark.slow), (2, 15)],
+    [pytest.param(1, 4 + 22, marks=pytest.mark.slow), (2, 22)],
     ids=["Ctrl-C", "Ctrl-C twice"],
 )
 def test_f49_a_run_whose_server_is_frozen_ends_all_the_same(
     shell: Shell, run_name: str, times: int, limit_s: float
 ) -> None:
-    """Each of limit_s: the time to drain, where one is given, and a few answers of the server that do not come."""
+    """limit_s: the time to drain, and some answers of the server that do not come, on a machine that is busy."""
     settings = [*QUICK, "--set", "flow.drain_deadline_s=4", "--updates", "100000"]
     process = shell.start("run", "mini.yaml", "--run", run_name, *settings)
     address = shell.folder / "runs" / run_name / "redis.url"

@@ -117,6 +117,16 @@ def test_f47_a_damaged_newest_checkpoint_is_skipped_with_a_warning(tmp_path: Pat
     found, warnings = checkpoint.newest(tmp_path)
     assert found is not None and found.update == 20
     assert len(warnings) == 1 and str(file) in warnings[0] and "expected" in warnings[0]
+    assert checkpoint.newest_place(tmp_path) == tmp_path / "000020"
+
+
+def test_f47_where_no_checkpoint_can_be_read_nobody_begins_anew_beside_them(tmp_path: Path) -> None:
+    for update in (20, 40):
+        (save(tmp_path, update) / "policy.safetensors").write_bytes(b"")
+    told = r"none of its 2 checkpoints can be read, expected one; .*the newest is .*000040/policy.safetensors: damaged"
+    for look in (checkpoint.newest, checkpoint.newest_place):
+        with pytest.raises(InputError, match=told):
+            look(tmp_path)
 
 
 def test_a_checkpoint_of_another_format_is_refused_by_name(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from trainer_bench import A, Bench, H, K, Make, T
 
 from vla_stream.broker.connection import UNREACHABLE
 from vla_stream.broker.scripts import Script
-from vla_stream.errors import Expired, Hopeless
+from vla_stream.errors import Expired, Hopeless, InputError
 from vla_stream.flow import LastSeen, Permit
 from vla_stream.learning import checkpoint
 from workers import trainer as trainer_module
@@ -44,6 +44,17 @@ def test_a_trainer_starts_with_weights_as_version_1_and_a_first_checkpoint(make:
     assert (manifest.version, manifest.update, manifest.epoch) == (1, 0, 1)
     assert run.client.pttl(run.keys.weight_chunk(1, 1, 0)) == -1, "committed weights do not expire"
     assert bench.checkpoints() == ["000000"] and not trainer.done
+
+
+def test_f47_a_trainer_that_finds_no_checkpoint_whole_among_those_there_does_not_begin_anew(make: Make) -> None:
+    bench = make()
+    bench.trainer()
+    (bench.config.run_dir / "checkpoints" / "000000" / "policy.safetensors").write_bytes(b"x")
+    with pytest.raises(
+        InputError, match=r"none of its 1 checkpoints can be read, expected one; .*000000.policy.safetensors: damaged"
+    ):
+        bench.trainer()
+    assert bench.checkpoints() == ["000000"]
 
 
 def test_an_update_commits_publishes_weights_and_removes_its_segments_and_their_files(make: Make, run: Run) -> None:

@@ -98,9 +98,9 @@ def find_checkpoint(folder: Path) -> Path:
     if (folder / checkpoint.META).exists():
         return folder
     for place in (folder, folder / CHECKPOINTS):
-        found, _ = checkpoint.newest(place)
+        found = checkpoint.newest_place(place)
         if found is not None:
-            return found.path
+            return found
     raise InputError(f"{folder}: holds no complete checkpoint, expected one, for example runs/demo/checkpoints/000040")
 
 

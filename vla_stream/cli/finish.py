@@ -18,21 +18,24 @@ from vla_stream.cli.folder import CONFIG_FILE
 from vla_stream.cli.helper import Helper, wait_for
 from vla_stream.cli.progress import count, duration
 from vla_stream.config import CHECKPOINTS, Config
-from vla_stream.errors import RunFailed
+from vla_stream.errors import InputError, RunFailed
 from vla_stream.evaluation import mcnemar
+from vla_stream.learning import checkpoint
 
 CURVE_FILE, SUMMARY_FILE = "curve.png", "summary.json"
 
 
-def checkpoints(run_dir: Path) -> list[Path]:
-    """Their folders, oldest first."""
-    return sorted((run_dir / CHECKPOINTS).glob("[0-9]*"), key=lambda path: int(path.name))
+def newest_checkpoint(run_dir: Path) -> Path | None:
+    """The folder that `--resume` goes on from: damaged ones do not count."""
+    with contextlib.suppress(InputError):
+        return checkpoint.newest_place(run_dir / CHECKPOINTS)
+    return None
 
 
 def newest_update(run_dir: Path) -> int:
     """The update that `--resume` goes on from."""
-    folders = checkpoints(run_dir)
-    return int(folders[-1].name) if folders else 0
+    newest = newest_checkpoint(run_dir)
+    return 0 if newest is None else int(newest.name)
 
 
 def evaluate_ends(config: Config, idle: Callable[[], bool], tell: Callable[[str], None]) -> dict[str, dict[str, Any]]:
@@ -42,12 +45,13 @@ def evaluate_ends(config: Config, idle: Callable[[], bool], tell: Callable[[str]
     Raises Interrupted, or RunFailed (InputError for bad input).
     """
     run_dir = config.run_dir
-    folders = checkpoints(run_dir)
-    if not config.evaluation.episodes or not folders:
+    newest = newest_checkpoint(run_dir) if config.evaluation.episodes else None
+    if newest is None:
         return {}
-    ends = {"after": folders[-1]}
-    if int(folders[0].name) == 0 and len(folders) > 1:
-        ends["before"] = folders[0]
+    ends = {"after": newest}
+    first = checkpoint.places(run_dir / CHECKPOINTS)[0]
+    if int(first.name) == 0 and first != newest:
+        ends["before"] = first
     names = " and ".join(str(int(folder.name)) for folder in sorted(ends.values()))
     tell(f"evaluating update {names} on {config.evaluation.episodes} held-out seeds")
     logs = run_dir / "logs"
@@ -119,9 +123,9 @@ def summarise(config: Config, results: dict[str, dict[str, Any]], session_s: flo
         f"{updates} updates from {count(trained)} environment steps in {duration(seconds)}{rate} "
         f"(session {duration(session_s)})"
     )
-    folders = checkpoints(run_dir)
-    if folders:
-        lines.append(f"policy   {_shown(folders[-1])}")
+    newest = newest_checkpoint(run_dir)
+    if newest is not None:
+        lines.append(f"policy   {_shown(newest)}")
     if (run_dir / CURVE_FILE).exists():
         lines.append(f"curve    {_shown(run_dir / CURVE_FILE)}")
     lines.append(f"metrics  {_shown(run_dir / samples.METRICS_FILE)}")

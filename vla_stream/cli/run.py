@@ -125,14 +125,14 @@ def _session(folder: RunFolder, url: str | None, display: Display, again: str, *
 
 def _prepare(launch: Launch) -> None:
     """Demonstrations, if this run warm-starts and has none."""
-    from vla_stream.cli.finish import checkpoints
     from vla_stream.cli.folder import CONFIG_FILE
     from vla_stream.cli.helper import Helper, wait_for
-    from vla_stream.config import DEMONSTRATIONS
+    from vla_stream.config import CHECKPOINTS, DEMONSTRATIONS
+    from vla_stream.learning.checkpoint import places
 
     pretrain, run_dir = launch.config.pretrain, launch.run_dir
     file = run_dir / DEMONSTRATIONS
-    if pretrain is None or pretrain.demos is not None or file.exists() or checkpoints(run_dir):
+    if pretrain is None or pretrain.demos is not None or file.exists() or places(run_dir / CHECKPOINTS):
         return
     launch.progress.phase = f"recording {pretrain.episodes} demonstrations"
     logs = run_dir / "logs"

@@ -45,7 +45,8 @@ class MetricsFile:
             records += [decode(entry) for entry in entries]
             if len(entries) < READ_AT_ONCE:
                 break
-        self.write(records)
+        if records:
+            self.write(records)
         return records
 
     def write(self, records: Iterable[Mapping[str, object]]) -> None:

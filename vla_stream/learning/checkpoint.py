@@ -14,17 +14,20 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import xxhash
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from vla_stream.errors import InputError
+
+if TYPE_CHECKING:  # the launcher looks for checkpoints too, and has no use for torch
+    from torch import Tensor
+
+Found = TypeVar("Found")
 
 FORMAT = 1
 POLICY, OPTIMISER, META = "policy.safetensors", "optimiser.safetensors", "meta.json"
@@ -81,55 +84,90 @@ def save(
 
 def load(path: Path) -> Checkpoint:
     """Read a checkpoint. Raises InputError if it is missing, incomplete, damaged, or of another format."""
-    if not path.is_dir():
-        raise InputError(f"{path}: no such folder, expected a checkpoint, for example runs/demo/checkpoints/000040")
-    try:
-        about = json.loads((path / META).read_text(encoding="utf-8"))
-        found, digests = about["format"], dict(about["digests"])
-        update, version, meta = int(about["update"]), int(about["version"]), dict(about["meta"])
-    except (OSError, ValueError, KeyError, TypeError) as exc:
-        raise InputError(f"{path / META}: {_reason(exc)}, expected a complete checkpoint; use an older one") from exc
-    if found != FORMAT:
-        raise InputError(f"{path}: checkpoint format {found!r}, expected {FORMAT}; use the release that wrote it")
+    from safetensors.torch import load_file
+
+    about = _verified(path)
     states = []
     for name in (POLICY, OPTIMISER):
         try:
-            digest = _digest(path / name)
-            if digest != digests.get(name):
-                raise InputError(
-                    f"{path / name}: damaged, xxh64 is {digest}, expected {digests.get(name)}; use an older checkpoint"
-                )
             states.append(load_file(path / name))
         except (OSError, SafetensorError) as exc:
             raise InputError(f"{path / name}: {_reason(exc)}, expected safetensors; use an older checkpoint") from exc
-    return Checkpoint(path, update, version, states[0], states[1], meta)
+    return Checkpoint(path, about["update"], about["version"], states[0], states[1], about["meta"])
 
 
 def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint of a run that is complete, and one sentence for each newer one that is not."""
-    warnings: list[str] = []
-    for path in reversed(_places(folder)):
-        try:
-            return load(path), warnings
-        except InputError as exc:
-            warnings.append(f"skipped a checkpoint: {exc}")
-    return None, warnings
+    """The newest checkpoint of a run that is complete, and one sentence for each newer one that is not.
+
+    None where there is no checkpoint at all. Raises InputError where there are some and none is complete: to begin
+    anew beside them would throw a run away."""
+    return _newest(folder, load)
+
+
+def newest_place(folder: Path) -> Path | None:
+    """The folder of the same one, by its digests: no tensor is loaded. Raises InputError."""
+
+    def whole(path: Path) -> Path:
+        _verified(path)
+        return path
+
+    return _newest(folder, whole)[0]
+
+
+def places(folder: Path) -> list[Path]:
+    """The folders that are named like checkpoints, oldest first."""
+    if not folder.is_dir():
+        return []
+    return sorted((path for path in folder.iterdir() if path.name.isdecimal()), key=lambda path: int(path.name))
 
 
 def prune(folder: Path, keep: int, protected: Collection[str] = ()) -> None:
     """Remove all but the newest `keep` checkpoints and those named in `protected`, and what a crash left unfinished."""
-    for path in _places(folder)[:-keep]:
+    for path in places(folder)[:-keep]:
         if path.name not in protected:
             shutil.rmtree(_set_aside(path))
     for path in folder.glob(f"{_UNFINISHED}*"):
         shutil.rmtree(path)
 
 
-def _places(folder: Path) -> list[Path]:
-    """The folders that are named like checkpoints, oldest first."""
-    if not folder.is_dir():
-        return []
-    return sorted((path for path in folder.iterdir() if path.name.isdecimal()), key=lambda path: int(path.name))
+def _newest(folder: Path, read: Callable[[Path], Found]) -> tuple[Found | None, list[str]]:
+    warnings: list[str] = []
+    for path in reversed(places(folder)):
+        try:
+            return read(path), warnings
+        except InputError as exc:
+            warnings.append(f"skipped a checkpoint: {exc}")
+    if warnings:
+        last = warnings[0].removeprefix("skipped a checkpoint: ")
+        raise InputError(
+            f"{folder}: none of its {len(warnings)} checkpoints can be read, expected one; put a copy of one there, or "
+            f"move them away to begin with update 0; the newest is {last}"
+        )
+    return None, warnings
+
+
+def _verified(path: Path) -> dict[str, Any]:
+    """meta.json of a checkpoint whose files are those that were written. Raises InputError."""
+    if not path.is_dir():
+        raise InputError(f"{path}: no such folder, expected a checkpoint, for example runs/demo/checkpoints/000040")
+    try:
+        about = json.loads((path / META).read_text(encoding="utf-8"))
+        found, digests = about["format"], dict(about["digests"])
+        parsed = {"update": int(about["update"]), "version": int(about["version"]), "meta": dict(about["meta"])}
+    except (OSError, ValueError, KeyError, TypeError) as exc:
+        raise InputError(f"{path / META}: {_reason(exc)}, expected a complete checkpoint; use an older one") from exc
+    if found != FORMAT:
+        raise InputError(f"{path}: checkpoint format {found!r}, expected {FORMAT}; use the release that wrote it")
+    for name in (POLICY, OPTIMISER):
+        try:
+            digest = _digest(path / name)
+        except OSError as exc:
+            raise InputError(f"{path / name}: {_reason(exc)}, expected safetensors; use an older checkpoint") from exc
+        if digest != digests.get(name):
+            raise InputError(
+                f"{path / name}: damaged, xxh64 is {digest}, expected {digests.get(name)}; use an older checkpoint"
+            )
+    return parsed
 
 
 def _set_aside(path: Path) -> Path:
@@ -139,6 +177,8 @@ def _set_aside(path: Path) -> Path:
 
 
 def _write(path: Path, state: Mapping[str, Tensor]) -> None:
+    from safetensors.torch import save_file
+
     # Cloned: safetensors refuses tensors that share memory, as tied weights do.
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
     try:
