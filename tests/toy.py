@@ -140,8 +140,8 @@ def update(learner: Learner, segments: Sequence[Segment], version: int = 0) -> U
     return learner.finish(version)
 
 
-def sampled(learner: Learner, segment: Segment) -> Samples:
-    return make_samples(learner.policy, segment, learner.algorithm, learner.trainer.minibatch_samples)
+def sampled(learner: Learner, segment: Segment, policy: Policy | None = None) -> Samples:
+    return make_samples(policy or learner.policy, segment, learner.algorithm, learner.trainer.minibatch_samples)
 
 
 def train(learner: Learner, updates: int = 1) -> UpdateResult:

@@ -114,15 +114,16 @@ class Algorithm(Section):
 class Trainer(Section):
     segments_per_update: int = Field(ge=1, description="B: segments that one update consumes.")
     update: Literal["buffered", "streaming"] = Field(
-        default="buffered",
-        description="streaming: each segment is trained once, when it arrives; clip and value_clip then do nothing.",
+        default="buffered", description="streaming: each segment is trained once, when it arrives."
     )
     epochs: int = Field(default=3, ge=1, description="Passes over the segments of one update; streaming: 1.")
     minibatch_samples: int = Field(
         default=256, ge=1, description="Chunk steps (of one row) per optimiser step; streaming: per pass."
     )
     optimiser_steps: int = Field(
-        default=1, ge=1, description="Streaming: optimiser steps per update, each with an equal share of its segments."
+        default=1,
+        ge=1,
+        description="Streaming: steps per update, each with an equal share of its segments; with 1 nothing is clipped.",
     )
     learning_rate: float = Field(default=2.5e-4, ge=0, description="Adam's learning rate of the policy.")
     value_learning_rate: float = Field(default=2.5e-4, ge=0, description="Adam's learning rate of the value head.")

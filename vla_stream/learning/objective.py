@@ -167,9 +167,20 @@ class Tally:
         }
 
 
-def describe(parts: Sequence[Samples], algorithm: config.Algorithm) -> dict[str, float]:
-    """Metrics of the samples themselves. Those without a meaning for these samples are left out."""
-    proximal, behaviour, _ = _elements(parts, algorithm)
+def describe(parts: Sequence[Samples], algorithm: config.Algorithm, version: int) -> dict[str, float]:
+    """Metrics that the optimiser steps do not change. Those without a meaning for these samples are left out.
+
+    `version` is that of the weights which gave π_prox and V."""
+    flat = []
+    for samples in parts:
+        mask = losses.element_mask(samples.executed, samples.behaviour.shape[-1], algorithm.granularity)
+        per_element = (
+            losses.to_elements(samples.proximal, samples.executed, algorithm.granularity),
+            losses.to_elements(samples.behaviour, samples.executed, algorithm.granularity),
+            losses.per_element(samples.versions == version, mask),
+        )
+        flat.append([tensor[mask] for tensor in per_element])
+    proximal, behaviour, own = (torch.cat(tensors) for tensors in zip(*flat, strict=True))
     weights = losses.behaviour_weights(proximal, behaviour, algorithm.behaviour_weight_cap).double()
     metrics = {
         "effective_sample_size": float(weights.sum().square() / weights.square().sum() / len(weights)),
@@ -180,23 +191,6 @@ def describe(parts: Sequence[Samples], algorithm: config.Algorithm) -> dict[str,
     spread = returns.double().var(correction=0)
     if spread > 0:
         metrics["explained_variance"] = float(1 - (returns - values).double().var(correction=0) / spread)
+    if own.any():
+        metrics["act_evaluate_difference"] = float((proximal - behaviour)[own].abs().double().mean())
     return metrics
-
-
-def act_evaluate_difference(parts: Sequence[Samples], algorithm: config.Algorithm, version: int) -> dict[str, float]:
-    """How far `act` and `evaluate` are apart, on samples made and evaluated by the same `version`, if there are any."""
-    proximal, behaviour, versions = _elements(parts, algorithm)
-    own = versions == version
-    return {"act_evaluate_difference": float((proximal - behaviour)[own].abs().double().mean())} if own.any() else {}
-
-
-def _elements(parts: Sequence[Samples], algorithm: config.Algorithm) -> tuple[Tensor, Tensor, Tensor]:
-    """π_prox, μ and the version of all valid elements, flat."""
-    flat = []
-    for samples in parts:
-        mask = losses.element_mask(samples.executed, samples.behaviour.shape[-1], algorithm.granularity)
-        proximal = losses.to_elements(samples.proximal, samples.executed, algorithm.granularity)
-        behaviour = losses.to_elements(samples.behaviour, samples.executed, algorithm.granularity)
-        flat.append((proximal[mask], behaviour[mask], losses.per_element(samples.versions, mask)[mask]))
-    proximal, behaviour, versions = (torch.cat(tensors) for tensors in zip(*flat, strict=True))
-    return proximal, behaviour, versions

@@ -2,13 +2,16 @@
 
 Buffered: adding a segment is a pass without gradients, finishing is epochs × minibatches of decoupled PPO.
 Streaming: adding a segment computes its gradient at once, so that training overlaps the rollout, and finishing is the
-one optimiser step with all of them (or the last of `optimiser_steps`, each with an equal share of the segments). Every
-segment meets the weights that judged it: π_prox is π_θ, and nothing is ever clipped.
+one optimiser step with all of them (or the last of `optimiser_steps`, each with an equal share of the segments).
+
+In both, π_prox and V of all segments are those of the weights that the update starts with. Without that, later shares
+would never be clipped: on the quick start four steps per update then took success from .48 to 0 in 20 updates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass, field
 
 import numpy as np
@@ -57,7 +60,7 @@ class _Begun:
 
     segments   each with its ticket, as they came
     problem    why it will change nothing
-    before     the weights and moments to go back to, once there was an optimiser step that may turn out to be void
+    before     weights and moments before its first optimiser step, once there was one: the step may turn out to be void
     gradients  in streaming, of the segments since the last optimiser step
     """
 
@@ -112,13 +115,14 @@ class Learner:
         return self.updates_done < self.trainer.critic_warmup_updates
 
     def add(self, segment: Segment) -> None:
-        """Take one segment of the next update: π_prox, V and advantages by the current weights; in streaming its
-        gradients too, and an optimiser step when it completes a share that is not the last.
+        """Take one segment of the next update: π_prox, V and advantages by the weights that it starts with. In
+        streaming its gradients too, and an optimiser step when it completes a share that is not the last.
 
         Each segment is evaluated alone, so that the result does not depend on which segments arrived before it.
         """
         begun = self._begun
-        samples = make_samples(self.policy, segment, self.algorithm, self.trainer.minibatch_samples)
+        with self._as_it_started():
+            samples = make_samples(self.policy, segment, self.algorithm, self.trainer.minibatch_samples)
         begun.segments.append((segment.ticket, samples.without_inputs() if self._streaming else samples))
         begun.problem = begun.problem or why_not_trainable(samples, segment.ticket)
         if begun.problem is None and self._streaming:
@@ -150,10 +154,7 @@ class Learner:
                 else:
                     begun.before = self._snapshot()
                     self._optimise(Samples.concatenate(ordered))
-                # Of a later share π_prox is not that of `version`.
-                first_share = [samples for _, samples in begun.segments[: self._share]]
-                metrics = begun.tally.metrics() | objective.describe(ordered, self.algorithm)
-                metrics |= objective.act_evaluate_difference(first_share, self.algorithm, version)
+                metrics = begun.tally.metrics() | objective.describe(ordered, self.algorithm, version)
             except _NotFinite as exc:
                 problem = str(exc)
         if problem is not None:
@@ -274,6 +275,19 @@ class Learner:
             raise _NotFinite(f"the gradient's norm is {norm} in {place}")
         self._optimiser.step()
         return norm
+
+    @contextlib.contextmanager
+    def _as_it_started(self) -> Iterator[None]:
+        """The policy with the weights that the update began with."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def _swap(self) -> None:
+        for parameter, weight in self._begun.before[0] if self._begun.before is not None else []:
+            parameter.data, weight.data = weight.data, parameter.data
 
     def _snapshot(self) -> _Snapshot:
         trained = self._policy_parameters + self._value_parameters
