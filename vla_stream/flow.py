@@ -340,12 +340,19 @@ class Flow:
         return int(self._call(scripts.RELEASE, [k.flow, k.kept, k.entries, k.trajectories], [epoch, TRAINERS, update]))
 
     def resume(
-        self, epoch: int, update: int, version: int, trained: int, skipped: int, manifest: Mapping[bytes, bytes]
+        self,
+        epoch: int,
+        update: int,
+        version: int,
+        trained: int,
+        skipped: int,
+        manifest: Mapping[bytes, bytes],
+        last_ticket: int = 0,
     ) -> None:
         """A trainer takes over at `update` with weights `version`, as epoch + 1. `trained` and `skipped` are the
         checkpoint's counters: what was trained beyond them is given back where it was kept, else rolled back.
-        Raises Expired."""
-        counters = [TRAINERS, trained, skipped]
+        No ticket up to `last_ticket` is given out for the first time after this. Raises Expired."""
+        counters = [TRAINERS, trained, skipped, last_ticket]
         arguments = [epoch, update, version, ENTRIES_KEPT, *counters, *_flat(manifest)]
         answer = self._call(scripts.RESUME, self._trained_keys(), arguments)
         if answer != b"resumed":

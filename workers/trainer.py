@@ -145,7 +145,8 @@ class Trainer:
         previous = newest_manifest(self.client, self.worker.keys)
         manifest, chunks = self._describe_weights()
         publish_chunks(self.flow.scripts, self.worker.keys, manifest, chunks, UNCOMMITTED_CHUNKS_S)
-        self.flow.resume(state.epoch, self.update, self.version, trained, skipped, manifest.to_fields())
+        last_ticket = max(self._lineage, default=0)
+        self.flow.resume(state.epoch, self.update, self.version, trained, skipped, manifest.to_fields(), last_ticket)
         keep_chunks(self.client, self.worker.keys, manifest, previous, OLD_CHUNKS_S)
         self._manifest, self.generation = manifest, state.generation
         books = self.flow.books()

@@ -409,6 +409,20 @@ def test_a_trained_segment_that_a_simulator_registers_anew_after_a_flush_is_not_
     assert all(permit.ticket > permits[-1].ticket for permit in bench.permits(4)), "nor is its number given out again"
 
 
+def test_a_run_that_is_resumed_on_a_new_server_is_given_no_ticket_that_it_was_trained_on(make: Make, run: Run) -> None:
+    bench = make(updates=10, trainer__checkpoint_every=1)
+    trainer = bench.trainer()
+    trained = bench.feed()
+    assert trainer.step(None)
+    run.client.delete(*run.client.scan_iter(match=run.keys.everything_pattern))
+    assert run.flow.create(bench.config)
+    again = bench.trainer()
+    permits = bench.feed(version=again.version)
+    assert min(permits, key=lambda permit: permit.ticket).ticket == 1 + max(permit.ticket for permit in trained)
+    assert again.step(None) and again.update == 2
+    assert run.flow.books().outcomes["lost_with_server"] == 0 and run.flow.books().balance == 0
+
+
 def test_the_tickets_of_a_lineage_are_those_of_the_last_trainer_that_made_each_update(tmp_path: Path) -> None:
     file = tmp_path / "updates.jsonl"
     assert trained_tickets(file, 9) == []

@@ -436,13 +436,14 @@ RESUME = Script(
     "resume",
     """
 -- KEYS flow published kept entries books trajectories weights
--- ARGV expected_epoch update version weights_kept group trained skipped field value…
+-- ARGV expected_epoch update version weights_kept group trained skipped last_ticket field value…
 -- A trainer starts: its epoch fences off older ones. What the lost lineage had trained is given back where it was kept
--- (published again, for this trainer), else it is rolled back.
-local f = redis.call('HMGET', KEYS[1], 'epoch', 'generation')
+-- (published again, for this trainer), else it is rolled back. A server that never saw this lineage would give out its
+-- tickets once more: it goes on after the last of them.
+local f = redis.call('HMGET', KEYS[1], 'epoch', 'generation', 'next_ticket')
 if not f[1] then return 'missing' end
 if f[1] ~= ARGV[1] then return 'fenced' end
-redis.call('XADD', KEYS[7], 'MAXLEN', ARGV[4], '*', unpack(ARGV, 8))
+redis.call('XADD', KEYS[7], 'MAXLEN', ARGV[4], '*', unpack(ARGV, 9))
 local kept, back = redis.call('ZRANGE', KEYS[3], 0, -1, 'WITHSCORES'), 0
 for i = 1, #kept, 2 do
   if tonumber(kept[i + 1]) > tonumber(ARGV[2]) then
@@ -465,6 +466,7 @@ end
 redis.call('HINCRBY', KEYS[5], lost >= back and 'rolled_back' or 'trained', lost - back)
 redis.call('HSET', KEYS[1], 'epoch', f[1] + 1, 'update', ARGV[2], 'version', ARGV[3], 'first_version', ARGV[3],
            'taken_over', f[2])
+if (tonumber(f[3]) or 0) < tonumber(ARGV[8]) then redis.call('HSET', KEYS[1], 'next_ticket', ARGV[8]) end
 return 'resumed'
 """,
     frees_memory=True,
