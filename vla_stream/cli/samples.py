@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,8 +49,10 @@ class MetricsFile:
             self.write(records)
         return records
 
-    def write(self, records: Iterable[Mapping[str, object]]) -> None:
+    def write(self, records: Sequence[Mapping[str, object]]) -> None:
         """Records of the launcher's own, or of the stream."""
+        if not records:
+            return  # Nothing written says nothing of the disk.
         try:
             append(self.file, records)
         except OSError as exc:
