@@ -29,7 +29,7 @@ from vla_stream.streams.keys import Keys
 ROOT = Path(__file__).resolve().parent.parent
 LEASE_S = 3
 UPDATES_PER_MINUTE = 20  # an idle machine without harm does about 50
-FINISH_S = 600.0
+FINISH_S = 1800.0
 EVERY_S = (4.0, 9.0)
 KILLS_PER_MINUTE = 2  # of one role: a role that dies more often counts as failed, and the run ends (F42)
 FREEZE_S = (1.0, 8.0)
