@@ -22,7 +22,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from vla_stream.broker.connection import OUT_OF_MEMORY, Client, connect
+from vla_stream.broker.connection import OUT_OF_MEMORY, Client, ResponseError, connect
 from vla_stream.broker.scripts import MAX_ATTEMPTS
 from vla_stream.broker.server import EmbeddedServer
 from vla_stream.config import validate
@@ -467,6 +467,18 @@ def test_a_trainer_that_has_yet_to_take_over_a_new_life_of_the_server_is_not_tol
     assert not flow.refuse(1, consumed[0].entry, "refused")
     assert flow.commit(1, 0, 2, consumed, WEIGHTS, skipped=False) == "missing"
     assert flow.books().balance == 0
+
+
+def test_a_commit_that_meets_a_strangers_key_in_place_of_the_stream_changes_nothing(flow: Flow) -> None:
+    consumed = publish(flow, grant(flow, B))
+    before = (flow.state(), flow.books(), flow.live_members(), flow.client.xlen(flow.keys.weights))
+    flow.client.set(flow.keys.trajectories, "x")
+    with pytest.raises(ResponseError, match="WRONGTYPE"):
+        commit(flow, consumed)
+    assert (flow.state(), flow.books(), flow.live_members(), flow.client.xlen(flow.keys.weights)) == before
+    assert flow.remove_strangers()
+    assert commit(flow, consumed) == "committed"
+    assert outcomes(flow) == {"trained": B} and flow.live_members() == set()
 
 
 # ---- refusing
