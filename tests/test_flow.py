@@ -481,6 +481,23 @@ def test_a_commit_that_meets_a_strangers_key_in_place_of_the_stream_changes_noth
     assert outcomes(flow) == {"trained": B} and flow.live_members() == set()
 
 
+def test_a_segment_registered_anew_after_permits_are_given_again_would_be_one_too_many(flow: Flow) -> None:
+    late, early = (permit.member for permit in grant(flow, 2))
+    state, config = flow.state(), flow.config()
+    assert state is not None
+    last = LastSeen(state, flow.books())
+    flow.client.delete(flow.keys.flow)
+    assert flow.create(config, last)
+    state = flow.state()
+    assert state is not None
+    assert flow.register(state.generation, [early], LEASE_S) == 1
+    flow.client.hset(flow.keys.flow, "hold_until_ms", 0)  # its lease passes
+    assert len(grant(flow, 100)) == 2 * B - 1
+    assert flow.register(state.generation, [late], LEASE_S) == 0
+    assert flow.renew([late, early], LEASE_S) == [late]
+    assert outcomes(flow) == {"lost_with_server": 1} and flow.books().balance == 0
+
+
 # ---- refusing
 
 

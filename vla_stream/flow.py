@@ -250,7 +250,8 @@ class Flow:
         ]
 
     def register(self, generation: str, members: Sequence[str], lease_s: float) -> int:
-        """Segments in the making when the server lost everything go on under their old permits; returns how many."""
+        """Segments in the making when the server lost everything go on under their old permits; returns how many:
+        none once new permits are given."""
         if not members:
             return 0
         keys = [self.keys.flow, self.keys.permits, self.keys.published, self.keys.books]

@@ -201,7 +201,9 @@ REGISTER = Script(
     """
 -- KEYS flow permits published books | ARGV generation lease_ms member… ; returns how many are permits now.
 -- Segments in the making when the server lost everything go on: they were counted as lost, or were never counted.
-if redis.call('HGET', KEYS[1], 'generation') ~= ARGV[1] then return 0 end
+-- Only until permits are given again: whoever comes later would be one too many.
+local f = redis.call('HMGET', KEYS[1], 'generation', 'hold_until_ms')
+if f[1] ~= ARGV[1] or now_ms() >= tonumber(f[2]) then return 0 end
 local count = 0
 for i = 3, #ARGV do
   if not redis.call('ZSCORE', KEYS[2], ARGV[i]) and not redis.call('ZSCORE', KEYS[3], ARGV[i]) then
