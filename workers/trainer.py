@@ -161,10 +161,8 @@ class Trainer:
 
     def recover(self) -> None:
         """At start and after each reconnect: what an earlier trainer or a lost reply left pending."""
-        known = {held.entry.id for held in (self._held | self._added).values()} | set(self._kept)
         for entry in self.queue.recover():
-            if entry.id not in known:
-                self._take(entry)
+            self._take(entry)
 
     def step(self, block_ms: int | None) -> bool:
         """Read what has arrived, then the update if all its segments are in; True when one was committed."""
@@ -204,6 +202,9 @@ class Trainer:
                 self._take(entry)
 
     def _take(self, entry: Entry) -> None:
+        # Pending after a reconnect, or delivered once more by a group that was made anew.
+        if entry.id in self._kept or any(entry.id == held.entry.id for held in (self._held | self._added).values()):
+            return
         try:
             trajectory = Trajectory.from_fields(entry.fields)
             if not self.flow.is_published(Consumed(entry.id, trajectory.member)):

@@ -586,6 +586,28 @@ def test_f03_entries_of_a_lost_reply_are_found_after_a_reconnect(make: Make, run
     assert trainer.step(None) and trainer.update == 1
 
 
+@pytest.mark.parametrize("ack", ["update", "checkpoint"])
+def test_f10_what_a_group_made_anew_delivers_once_more_is_not_taken_again(
+    make: Make, run: Run, ack: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make(updates=10, trainer__ack=ack, trainer__checkpoint_every=2)
+    trainer = bench.trainer()
+    learnt: list[int] = []
+    add = trainer.learner.add
+    monkeypatch.setattr(trainer.learner, "add", lambda s: (learnt.append(s.ticket), add(s))[1])
+    for update in (1, 2):
+        bench.feed(count=1, version=update)
+        assert not trainer.step(None)
+        run.client.xgroup_destroy(run.keys.trajectories, "trainers")
+        for _ in range(5):
+            assert not trainer.step(None), "one segment is no update, however often it is delivered"
+        bench.feed(count=1, version=update)
+        assert any(trainer.step(None) for _ in range(6)), "what was delivered once more is read first, one at a time"
+    books = run.flow.books()
+    assert (books.outcomes["trained"], books.outcomes["lost_with_server"], books.balance) == (4, 0, 0)
+    assert bench.waiting() == 0 and learnt == [1, 2, 3, 4]
+
+
 def test_f43_a_trainer_without_data_names_the_role_that_is_missing(
     make: Make, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
