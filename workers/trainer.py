@@ -364,7 +364,8 @@ class Trainer:
             answer = self.flow.commit(
                 self.epoch, self.update - 1, self.version, consumed, fields, skipped=skipped, keep=self._keeping
             )
-            keep_chunks(self.client, self.worker.keys, manifest, previous, OLD_CHUNKS_S)
+            if answer != "missing":
+                keep_chunks(self.client, self.worker.keys, manifest, previous, OLD_CHUNKS_S)
             return answer
 
         # After a lost reply the script answers `repeat`: trying again is harmless, giving up would lose an update.

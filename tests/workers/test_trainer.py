@@ -608,6 +608,26 @@ def test_f10_what_a_group_made_anew_delivers_once_more_is_not_taken_again(
     assert bench.waiting() == 0 and learnt == [1, 2, 3, 4]
 
 
+def test_weights_of_an_update_that_a_lost_server_did_not_take_expire(
+    make: Make, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make(updates=10)
+    trainer = bench.trainer()
+    bench.feed()
+    state = run.flow.state()
+    assert state is not None
+    seen, finish = LastSeen(state, run.flow.books()), trainer.learner.finish
+    monkeypatch.setattr(trainer.learner, "finish", lambda version: (lose_everything(bench, seen), finish(version))[1])
+    assert trainer.step(None) and trainer.version == 2
+    trainer.start_anew()
+    manifest = bench.weights()
+    assert manifest.version == 3
+    chunks = list(run.client.scan_iter(match=run.keys.weights + ":*"))
+    lasting = {name.decode() for name in chunks if run.client.ttl(name) < 0}
+    assert lasting == {run.keys.weight_chunk(3, manifest.epoch, i) for i in range(len(manifest.chunk_digests))}
+    assert len(chunks) > len(lasting)
+
+
 def test_f43_a_trainer_without_data_names_the_role_that_is_missing(
     make: Make, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
