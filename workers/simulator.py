@@ -350,6 +350,8 @@ class Simulator:
         """The server lost permits, requests and our stream: what is in the making goes on, and is asked for again."""
         generation = self.worker.generation
         if self._generation:
+            # A launcher that had not yet seen the shapes cannot say them again.
+            self.flow.announce(self.batches[0].host.specification)
             members = [s.permit.member for b in self.batches for s in b.active if s.permit is not None]
             kept = self.flow.register(generation, members, self.config.flow.lease_s)
             self.replies.open()

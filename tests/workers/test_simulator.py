@@ -20,6 +20,7 @@ from vla_stream.broker import lanes
 from vla_stream.broker.connection import UNREACHABLE
 from vla_stream.broker.lanes import PayloadReader
 from vla_stream.config import Config
+from vla_stream.flow import LastSeen
 from vla_stream.policies.protocol import Act
 from vla_stream.streams.actions import ActionReply
 from vla_stream.streams.obs_requests import ObsRequest
@@ -257,6 +258,26 @@ def test_a_lost_request_is_asked_again_under_its_id(make: Make, run: Run) -> Non
     bench.until(lambda: "waiting" in run.kinds())
     assert len(bench.requests()) == 2, "one that is still in the stream is not sent twice"
     assert bench.serve() == 2 and [slot.step for slot in bench.slots] == [1, 1]
+
+
+def test_f10_a_server_that_lost_the_run_hears_from_a_simulator_what_it_makes_and_of_which_shapes(
+    make: Make, run: Run
+) -> None:
+    bench = make()
+    bench.worker.beat()
+    bench.pump()
+    state = run.flow.state()
+    assert state is not None
+    last, making = LastSeen(state, run.flow.books()), run.flow.permits()
+    assert making
+    run.client.delete(*run.client.scan_iter(match=run.keys.everything_pattern))
+    assert run.flow.create(bench.config, last)
+    assert run.flow.specification() is None and run.flow.permits() == set()
+    bench.worker.look_again()
+    bench.worker.beat()
+    bench.pump()
+    assert run.flow.permits() == making and run.flow.books().balance == 0
+    assert run.flow.specification() == bench.hosts[0].specification
 
 
 def test_f19_replies_that_a_failover_brings_back_are_not_taken_again(make: Make, run: Run) -> None:
