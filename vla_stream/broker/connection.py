@@ -167,8 +167,7 @@ class Backoff:
     FIRST_S = 0.05
     LONGEST_S = 2.0
 
-    def __init__(self, random_source: random.Random | None = None) -> None:
-        self._random = random_source or random.Random()
+    def __init__(self) -> None:
         self.failures = 0
 
     def next_s(self) -> float:
@@ -176,11 +175,7 @@ class Backoff:
         full = min(self.LONGEST_S, self.FIRST_S * 2.0 ** min(self.failures, 16))
         self.failures += 1
         # The spread keeps a hundred workers from coming back at the same moment.
-        return full * self._random.uniform(0.5, 1.0)
-
-    def reset(self) -> None:
-        """After a success."""
-        self.failures = 0
+        return full * random.uniform(0.5, 1.0)
 
 
 def _check_url(url: str, settings: Mapping[str, object]) -> None:
