@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from torch import Tensor
 from vla_stream.broker.connection import UNREACHABLE
 from vla_stream.broker.lanes import PayloadReader
 from vla_stream.broker.queue import Entry, WorkQueue
+from vla_stream.broker.tail import newest_entries
 from vla_stream.config import CHECKPOINTS, DEMONSTRATIONS, Config
 from vla_stream.environments.protocol import Specification
 from vla_stream.errors import BadMessage, Hopeless, InputError, PayloadUnreachable, RunFailed
@@ -292,12 +294,19 @@ class Trainer:
                 )
 
     def _miss(self) -> None:
-        """Segments that were published and whose entries are gone must not count as outstanding for ever."""
+        """Segments that were published and whose entries are gone must not count as outstanding for ever; and where the
+        entry of the weights is gone, a generator that starts would wait for the next update, which may wait for it."""
         if time.monotonic() < self._next_miss_s:
             return
         self._next_miss_s = time.monotonic() + self.config.flow.lease_s
         for member in self.flow.miss(self.epoch, [*self._held, *self._added]):
             self.worker.say("poisoned", f"segment {member}: somebody removed its entry from the stream")
+        if self._manifest is not None and not newest_entries(self.client, self.worker.keys.weights, 1):
+            fields: dict[Any, Any] = dict(self._manifest.to_fields())
+            self.client.xadd(self.worker.keys.weights, fields)
+            self.worker.say(
+                "weights", f"somebody removed the entry of version {self._manifest.version}; it is there again"
+            )
 
     def _remove_payloads(self, trajectory: Trajectory) -> None:
         references = trajectory.references()
