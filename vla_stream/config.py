@@ -137,6 +137,9 @@ class Trainer(Section):
         default="update", description="checkpoint: segments are kept until a checkpoint holds what they taught."
     )
     keep_checkpoints: int = Field(default=3, ge=1, description="Newest checkpoints kept on disk.")
+    weights_base_every: int = Field(
+        default=20, ge=1, le=32, description="Of so many versions one is published full, the others as changes; 1: all."
+    )
     device: str = Field(default="auto", description="Torch device, or auto: cuda if there is one, else cpu.")
     threads: int = Field(default=1, ge=1, description="CPU threads of torch in the trainer.")
 

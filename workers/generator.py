@@ -25,8 +25,9 @@ from vla_stream.errors import BadMessage, RunFailed
 from vla_stream.policies.protocol import Act, Policy
 from vla_stream.streams.actions import ActionReply, check_act
 from workers.lane_choice import admit, wait_for_segments
-from workers.models import WeightsReader, await_specification, make_policy, torch_device
+from workers.models import await_specification, make_policy, torch_device
 from workers.requests import Answerer, Answers, Batch, Collector, collate, is_suspect
+from workers.weights import Places, WeightsReader
 from workers.worker import BLOCK_S, Worker, run_process
 
 POLL_S = 0.0005  # between two looks while a batch fills: BLOCK's own deadline would be late by up to 10 ms
@@ -42,7 +43,8 @@ class Generator:
         self.worker, self.config, self.policy = worker, config, policy
         self.collector = Collector(worker, config, connect())
         self.answerer = Answerer(worker, config, connect())
-        self.weights = WeightsReader(connect(), worker.keys, worker.bury)
+        self.places = Places(policy)
+        self.weights = WeightsReader(connect(), worker.keys, worker.bury, self.places)
         self.version, self.digest = 0, ""
         self._failed_in_a_row = 0
 
@@ -131,7 +133,7 @@ class Generator:
             if weights is None or weights.version <= self.version:
                 return
             started_s = time.monotonic()
-            self.policy.load_state_dict(weights.state)
+            self.weights.retired = self.places.take(weights.state)
             self.version, self.digest = weights.version, weights.digest
             self.worker.version = self.version
             self.worker.meter.mean("swap_ms", (time.monotonic() - started_s) * 1000)
@@ -247,7 +249,6 @@ def serve(worker: Worker, config: Config) -> None:
     with worker.long_step("loading"):
         policy = make_policy(config, specification, device)
     generator = Generator(worker, config, policy, worker.connect)
-    generator.weights.device = device
     wait_for_segments(worker, generator.answerer.queue, unreadable, config.flow.drain_deadline_s)
     stages = Stages(generator)
     worker.state = "running"

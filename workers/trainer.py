@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +21,6 @@ from torch import Tensor
 from vla_stream.broker.connection import UNREACHABLE
 from vla_stream.broker.lanes import PayloadReader
 from vla_stream.broker.queue import Entry, WorkQueue
-from vla_stream.broker.tail import newest_entries
 from vla_stream.config import CHECKPOINTS, DEMONSTRATIONS, Config
 from vla_stream.environments.protocol import Specification
 from vla_stream.errors import BadMessage, Hopeless, InputError, PayloadUnreachable, RunFailed
@@ -34,22 +32,12 @@ from vla_stream.policies.protocol import Policy
 from vla_stream.streams import presence
 from vla_stream.streams.keys import TRAINERS
 from vla_stream.streams.trajectories import Trajectory
-from vla_stream.streams.weights import WeightsManifest
 from workers.lane_choice import admit
-from workers.models import (
-    await_specification,
-    keep_chunks,
-    make_policy,
-    newest_manifest,
-    publish_chunks,
-    to_bytes,
-    torch_device,
-)
+from workers.models import await_specification, make_policy, torch_device
 from workers.outcomes import EpisodeOutcomes
+from workers.weights import Upload, WeightsWriter, to_bytes
 from workers.worker import BLOCK_S, Worker, run_process
 
-UNCOMMITTED_CHUNKS_S = 3600.0
-OLD_CHUNKS_S = 60.0
 SAY_WAITING_S = 20.0
 POISONED_UPDATES = 4  # so many updates' segments in a row, all unusable: their makers will not do better
 RETRY_CHECKPOINT_S = 5.0
@@ -90,7 +78,7 @@ class Trainer:
         self._added: dict[str, _Held] = {}  # given to the learner for the next update, at most B: not refused any more
         self._adding_s = 0.0  # what that took
         self._kept: dict[str, Trajectory] = {}  # by entry: trained, and not yet in a durable checkpoint
-        self._manifest: WeightsManifest | None = None
+        self._weights = WeightsWriter(self.client, self.flow.scripts, worker.keys, config.trainer.weights_base_every)
         self._trained = self._skipped = 0
         self._skipped_in_a_row = 0
         self._poisoned_in_a_row = 0
@@ -136,21 +124,24 @@ class Trainer:
         )
         self.recover()
 
-    def _take_over(self, trained: int, skipped: int) -> None:
-        """Raise the epoch, and publish these weights. trained, skipped: counters of the lineage that goes on."""
+    def _take_over(self, trained: int, skipped: int, data: bytes | None = None) -> None:
+        """Raise the epoch, and publish these weights, or `data`, as a base. trained, skipped: counters of the lineage
+        that goes on."""
         state = self.flow.state()
         if state is None:
             raise InputError(f"run {self.worker.keys.run}: not on this server; start it with `vla-stream run`")
         # The server may remember an older version than we do, or than our predecessor published.
         self.version = max(self.version, state.version, self._last_version()) + 1
         self.epoch = state.epoch + 1
-        previous = newest_manifest(self.client, self.worker.keys)
-        manifest, chunks = self._describe_weights()
-        publish_chunks(self.flow.scripts, self.worker.keys, manifest, chunks, UNCOMMITTED_CHUNKS_S)
-        last_ticket = max(self._lineage, default=0)
-        self.flow.resume(state.epoch, self.update, self.version, trained, skipped, manifest.to_fields(), last_ticket)
-        keep_chunks(self.client, self.worker.keys, manifest, previous, OLD_CHUNKS_S)
-        self._manifest, self.generation = manifest, state.generation
+        self._weights.adopt()
+        weights = self._describe_weights(
+            to_bytes(self.learner.policy.state_dict()) if data is None else data, full=True
+        )
+        self._weights.upload(weights)
+        fields, last_ticket = weights.manifest.to_fields(), max(self._lineage, default=0)
+        self.flow.resume(state.epoch, self.update, self.version, trained, skipped, fields, last_ticket)
+        self._weights.keep(weights)
+        self.generation = state.generation
         books = self.flow.books()
         self._trained, self._skipped = books.outcomes["trained"], books.outcomes["skipped"]
         if (self._trained, self._skipped) != (trained, skipped):
@@ -301,12 +292,17 @@ class Trainer:
         self._next_miss_s = time.monotonic() + self.config.flow.lease_s
         for member in self.flow.miss(self.epoch, [*self._held, *self._added]):
             self.worker.say("poisoned", f"segment {member}: somebody removed its entry from the stream")
-        if self._manifest is not None and not newest_entries(self.client, self.worker.keys.weights, 1):
-            fields: dict[Any, Any] = dict(self._manifest.to_fields())
-            self.client.xadd(self.worker.keys.weights, fields)
-            self.worker.say(
-                "weights", f"somebody removed the entry of version {self._manifest.version}; it is there again"
-            )
+        self._mend_weights()
+
+    def _mend_weights(self) -> None:
+        """Weights that a generator could not get any more would end the run: they are published anew, as a base."""
+        lost, state = self._weights.missing(), self.flow.state()
+        if not lost or state is None or (state.epoch, state.generation) != (self.epoch, self.generation):
+            return  # where another trainer has taken over, or the server lost the run, others will see to it
+        if self._kept:
+            self._save_checkpoint()  # taking over releases what was kept for one
+        self._take_over(self._trained, self._skipped, self._weights.data)
+        self.worker.say("weights", f"{lost} is gone from the server; they are published anew as version {self.version}")
 
     def _remove_payloads(self, trajectory: Trajectory) -> None:
         references = trajectory.references()
@@ -361,20 +357,19 @@ class Trainer:
             )
 
     def _commit(self, chosen: list[_Held], *, skipped: bool) -> None:
-        previous = self._manifest
         self.version += 1
         self.update += 1
-        manifest, chunks = self._describe_weights()
+        weights = self._describe_weights(to_bytes(self.learner.policy.state_dict()))
 
         def publish() -> str:
-            publish_chunks(self.flow.scripts, self.worker.keys, manifest, chunks, UNCOMMITTED_CHUNKS_S)
+            self._weights.upload(weights)
             consumed = [held.consumed for held in chosen]
-            fields = manifest.to_fields()
+            fields = weights.manifest.to_fields()
             answer = self.flow.commit(
                 self.epoch, self.update - 1, self.version, consumed, fields, skipped=skipped, keep=self._keeping
             )
             if answer != "missing":
-                keep_chunks(self.client, self.worker.keys, manifest, previous, OLD_CHUNKS_S)
+                self._weights.keep(weights)
             return answer
 
         # After a lost reply the script answers `repeat`: trying again is harmless, giving up would lose an update.
@@ -382,7 +377,6 @@ class Trainer:
         answer = self.worker.patiently(publish)
         if answer is None:
             raise RunFailed(f"told to end while Redis was unreachable; update {self.update} is void")
-        self._manifest = manifest
         if answer == "missing":
             self.worker.look_again()
         self._remember([held.trajectory.segment.ticket for held in chosen])
@@ -425,15 +419,13 @@ class Trainer:
         except (OSError, ValueError):
             return 0
 
-    def _describe_weights(self) -> tuple[WeightsManifest, list[bytes]]:
+    def _describe_weights(self, data: bytes, *, full: bool = False) -> Upload:
         # Written before anybody can see the version: no number may ever name two different weights.
         with contextlib.suppress(OSError):  # a full disk; then the checkpoint and the server remember it
             unfinished = self.config.run_dir / f".{LAST_VERSION_FILE}"
             unfinished.write_text(f"{self.version}\n", encoding="utf-8")
             unfinished.replace(self.config.run_dir / LAST_VERSION_FILE)
-        return WeightsManifest.describe(
-            self.version, self.update, self.epoch, to_bytes(self.learner.policy.state_dict())
-        )
+        return self._weights.describe(self.version, self.update, self.epoch, data, full=full)
 
     def _save_checkpoint(self) -> None:
         self._begin_anew()  # what is begun of the next update belongs to no checkpoint

@@ -43,7 +43,9 @@ def test_a_manifest_reads_in_redis_cli_as_documented() -> None:
         b"bytes": b"%d" % len(DATA),
         b"chunks": b"3",
         b"weights_digest": digest_of(DATA).encode(),
-        b"schema": b"1",
+        b"after": b"0",
+        b"after_digest": b"",
+        b"schema": b"2",
     }
 
 

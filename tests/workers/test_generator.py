@@ -34,8 +34,9 @@ from vla_stream.streams.obs_requests import ObsRequest, RequestId
 from vla_stream.streams.observations import pack_observations
 from vla_stream.streams.weights import WeightsManifest
 from workers.generator import Generator
-from workers.models import make_policy, publish_chunks, to_bytes
+from workers.models import make_policy
 from workers.replies import Replies
+from workers.weights import WeightsWriter, to_bytes
 
 H, A = 2, 2
 CPU = torch.device("cpu")
@@ -76,8 +77,10 @@ class Bench:
         """Weights of another seed per version, as a trainer's commit leaves them."""
         policy = make_policy(self.config.model_copy(update={"seed": version}), SPECIFICATION, CPU)
         assert isinstance(policy, Linear)
-        manifest, chunks = WeightsManifest.describe(version, version - 1, 1, to_bytes(policy.state_dict()))
-        publish_chunks(Scripts(self.run.client), self.run.keys, manifest, chunks, 60.0)
+        writer = WeightsWriter(self.run.client, Scripts(self.run.client), self.run.keys, 1)
+        upload = writer.describe(version, version - 1, 1, to_bytes(policy.state_dict()))
+        writer.upload(upload)
+        manifest = upload.manifest
         fields: dict[Any, Any] = manifest.to_fields()
         self.run.client.xadd(self.run.keys.weights, {**fields, b"version": b"99"} if damaged else fields)
         return manifest, policy

@@ -174,7 +174,7 @@ class Fields:
         return value
 
 
-def digest_of(data: bytes | memoryview) -> str:
+def digest_of(data: bytes | bytearray | memoryview) -> str:
     """xxh64 of a payload, as it stands in references and manifests."""
     return xxhash.xxh64_hexdigest(data)
 

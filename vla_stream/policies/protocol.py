@@ -68,7 +68,10 @@ class Policy(Protocol):
 
     def state_dict(self) -> dict[str, Any]: ...
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> Any: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> Any:
+        """Take new weights over. A generator calls it between two batches only where a module of the policy has a
+        load_state_dict of its own, or hooks for it (say, to copy into the memory of a captured graph). Where loading is
+        torch's, it exchanges the tensors for new ones that were made ready in the background."""
 
 
 @runtime_checkable

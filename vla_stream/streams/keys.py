@@ -44,7 +44,7 @@ class Keys:
         return self._key("weights")
 
     def weight_chunk(self, version: int, epoch: int, index: int) -> str:
-        """String, one chunk of one version; expires a minute after a newer version is committed."""
+        """String, one chunk of one version; expires a minute after a newer base is committed."""
         return self._key(f"weights:{version}.{epoch}:{index}")
 
     def blob(self, segment: str) -> str:
