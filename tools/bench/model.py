@@ -29,6 +29,7 @@ from vla_stream.policies.emulated import Emulated as EmulatedPolicy
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "profiles"
 DEVICES = 8
+COLOCATED = "sync colocated"
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,22 +292,30 @@ class _Pipeline:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """One row of the ablation."""
+    """One row of the ablation. mode: None for the bound, which no run has."""
 
     name: str
     rollout: int
     training: int
     steps_per_s: float
+    mode: Mode | None = None
+    max_staleness: int = 1
+
+    @property
+    def colocated(self) -> bool:
+        """Training and rollout take turns on the same devices."""
+        return self.name == COLOCATED
 
 
 def predict(profile: Profile, devices: int = DEVICES) -> list[Prediction]:
     """The ablation of one profile. "full" is at its best placement, which the last rows keep."""
     half = devices // 2
 
-    def at(name: str, mode: Mode, rollout: int, training: int, **options: int) -> Prediction:
+    def at(name: str, mode: Mode, rollout: int, training: int, max_staleness: int = 1) -> Prediction:
         # Simulators on devices have one slot there, and two where slots alone would give an overlap.
         split = profile.split(rollout * (2 if mode == ASYNC_ROLLOUT else 1)) if profile.on_device else profile
-        return Prediction(name, rollout, training, throughput(split, mode, rollout, training, **options))
+        rate = throughput(split, mode, rollout, training, max_staleness=max_staleness)
+        return Prediction(name, rollout, training, rate, mode, max_staleness)
 
     full = max(
         (at("full", FULL, rollout, devices - rollout) for rollout in range(2, devices - 1)),
@@ -316,8 +325,8 @@ def predict(profile: Profile, devices: int = DEVICES) -> list[Prediction]:
         (bound(profile, rollout, devices - rollout), rollout, devices - rollout) for rollout in range(2, devices - 1)
     )
     return [
-        at("sync colocated", SYNC, devices, devices),
-        at("sync", SYNC, half, half),
+        at(COLOCATED, SYNC, devices, devices, 0),
+        at("sync", SYNC, half, half, 0),
         at("+ async training", ASYNC_TRAINING, half, half),
         at("+ async rollout", ASYNC_ROLLOUT, half, half),
         full,
@@ -326,13 +335,18 @@ def predict(profile: Profile, devices: int = DEVICES) -> list[Prediction]:
     ]
 
 
+def profile_names() -> list[str]:
+    """Of configs/profiles."""
+    return sorted(path.stem for path in CONFIGS.glob("*.yaml") if path.stem != "base")
+
+
 def load_profile(name: str) -> Profile:
     """A profile of configs/profiles by its name."""
     return Profile.of(settings.load([CONFIGS / "base.yaml", CONFIGS / f"{name}.yaml"]))
 
 
 def main(names: list[str]) -> None:
-    for name in names or sorted(path.stem for path in CONFIGS.glob("*.yaml") if path.stem != "base"):
+    for name in names or profile_names():
         print(name)
         for row in predict(load_profile(name)):
             print(f"  {row.name:<18} {row.rollout}:{row.training}  {row.steps_per_s:6.0f} environment steps/s")
