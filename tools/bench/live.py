@@ -213,17 +213,17 @@ def _figures(seconds: Sequence[Record], updates: Sequence[Record]) -> dict[str, 
 
 def cpu_by_process(root: int) -> dict[int, tuple[str, float]]:
     """(role, CPU seconds so far) of a process and all that descend from it."""
-    found: dict[int, tuple[int, float, str]] = {}
+    found: dict[int, tuple[int, float]] = {}
     for entry in os.scandir("/proc"):
         if not entry.name.isdecimal():
             continue
         with contextlib.suppress(OSError, ValueError, IndexError):
-            name, _, rest = Path(entry.path, "stat").read_text(errors="replace").rpartition(")")
+            _, _, rest = Path(entry.path, "stat").read_text(errors="replace").rpartition(")")
             fields = rest.split()
-            found[int(entry.name)] = (int(fields[1]), (int(fields[11]) + int(fields[12])) * _TICK_S, name)
+            found[int(entry.name)] = (int(fields[1]), (int(fields[11]) + int(fields[12])) * _TICK_S)
     ours, added = {root}, {root}
     while added:
-        added = {pid for pid, (parent, _, _) in found.items() if parent in added} - ours
+        added = {pid for pid, (parent, _) in found.items() if parent in added} - ours
         ours |= added
     return {pid: (_role(pid, root), found[pid][1]) for pid in ours if pid in found}
 

@@ -160,7 +160,11 @@ def emulated_plan(file: Path, devices: int, overrides: Sequence[str]) -> Plan:
     """The ablation of a profile."""
     files = [CONFIGS / "base.yaml", file]
     config = settings.load(files, overrides)
-    predictions = predict(Profile.of(config), devices)
+    profile = Profile.of(config)
+    if profile.environments < devices:
+        few = profile.environments
+        raise InputError(f"--devices {devices}: profile {file.stem} has {few} environments, expected one per device")
+    predictions = predict(profile, devices)
     rows = [
         Row(file.stem, row.name, _placement(row), files, _overlay(config, row), row.steps_per_s)
         for row in predictions
