@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 from model import CONFIGS, Profile, load_profile
-from modes import ASYNC_ROLLOUT, ASYNC_TRAINING, FULL, SYNC, Mode, overlay
+from modes import ASYNC_ROLLOUT, ASYNC_TRAINING, FULL, STREAMING, SYNC, Mode, overlay
 
 from vla_stream import config as settings
 from vla_stream.config import Config
@@ -18,6 +18,7 @@ MODES = {
     "sync": (SYNC, 4, 4),
     "async training": (ASYNC_TRAINING, 4, 4),
     "async rollout": (ASYNC_ROLLOUT, 4, 4),
+    "streaming": (STREAMING, 4, 4),
     "full": (FULL, 5, 3),
 }
 
@@ -42,7 +43,11 @@ def test_every_mode_of_every_profile_is_a_valid_config_of_the_same_work(configur
     trainer, simulators = config.trainer, config.simulators
     samples = trainer.segments_per_update * simulators.envs_per_slot * config.segment_steps
     assert samples * config.policy.chunk == pytest.approx(load_profile(name).environment_steps, rel=0.07)
-    assert trainer.minibatch_samples == -(-samples // 2)
+    if mode.streaming:
+        assert (trainer.update, trainer.epochs) == ("streaming", 1)
+        assert trainer.optimiser_steps == (2 if trainer.segments_per_update % 2 == 0 else 1)
+    else:
+        assert trainer.update == "buffered" and trainer.minibatch_samples == -(-samples // 2)
     assert trainer.segments_per_update % config.slots_in_all == 0
     assert config.generators.count == len(set(config.policy.options["devices"])) == rollout
     assert len(set(config.policy.options["trainer_devices"])) == training

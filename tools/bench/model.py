@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from modes import ASYNC_ROLLOUT, ASYNC_TRAINING, FULL, SYNC, Mode
+from modes import ASYNC_ROLLOUT, ASYNC_TRAINING, FULL, STREAMING, SYNC, Mode
 
 from vla_stream import config as settings
 from vla_stream.config import Config
@@ -313,7 +313,7 @@ def predict(profile: Profile, devices: int = DEVICES) -> list[Prediction]:
 
     def at(name: str, mode: Mode, rollout: int, training: int, max_staleness: int = 1) -> Prediction:
         # Simulators on devices have one slot there, and two where slots alone would give an overlap.
-        split = profile.split(rollout * (2 if mode == ASYNC_ROLLOUT else 1)) if profile.on_device else profile
+        split = profile.split(rollout * (2 if mode.splits else 1)) if profile.on_device else profile
         rate = throughput(split, mode, rollout, training, max_staleness=max_staleness)
         return Prediction(name, rollout, training, rate, mode, max_staleness)
 
@@ -329,6 +329,7 @@ def predict(profile: Profile, devices: int = DEVICES) -> list[Prediction]:
         at("sync", SYNC, half, half, 0),
         at("+ async training", ASYNC_TRAINING, half, half),
         at("+ async rollout", ASYNC_ROLLOUT, half, half),
+        at("+ streaming", STREAMING, half, half),
         full,
         at("full, η = 0", FULL, full.rollout, full.training, max_staleness=0),
         Prediction("bound", most[1], most[2], most[0]),

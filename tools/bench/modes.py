@@ -7,6 +7,7 @@ A mode is nothing but config; all of them go through the same code:
     no overlap      max_staleness 0: the segments of an update are outstanding until its commit, so nobody gets a permit
                     for the next rollout before the training is over
     no background   generators load weights between two inferences, for as long as the profile says
+    streaming       the trainer's own switch: each segment is trained when it arrives
     colocated       the trainer's devices are the generators'
 """
 
@@ -28,17 +29,21 @@ class Mode:
     streaming: bool
     background: bool
 
+    @property
+    def splits(self) -> bool:
+        """Simulators on devices get two slots each, which may overlap, unless everything else does already."""
+        return not (self.lockstep or self.background)
+
 
 SYNC = Mode(lockstep=True, overlap=False, streaming=False, background=False)
 ASYNC_TRAINING = replace(SYNC, overlap=True)
 ASYNC_ROLLOUT = replace(ASYNC_TRAINING, lockstep=False)
+STREAMING = replace(ASYNC_ROLLOUT, streaming=True)
 FULL = Mode(lockstep=False, overlap=True, streaming=True, background=True)
 
 
 def overlay(config: Config, mode: Mode, rollout: int, training: int, *, colocated: bool = False) -> dict[str, Any]:
-    """What to merge over a profile's config (configs/profiles/), as plain data, for so many devices of either kind.
-
-    Streaming has no switch in the config yet, so this leaves it out."""
+    """What to merge over a profile's config (configs/profiles/), as plain data, for so many devices of either kind."""
     devices = [str(device) for device in range(rollout)]
     first = 0 if colocated else rollout
     settings: dict[str, Any] = {
@@ -59,9 +64,8 @@ def overlay(config: Config, mode: Mode, rollout: int, training: int, *, colocate
     if on_device:
         settings["environment"] = {"options": {"devices": devices}}
     if not (mode.lockstep or on_device):
-        return settings
-    # Simulators on devices: without lockstep two slots each, which may overlap, unless everything else does already.
-    batches = 2 if mode == ASYNC_ROLLOUT else 1
+        return settings | {"trainer": _update(mode, config.trainer.segments_per_update)}
+    batches = 2 if on_device and mode.splits else 1
     rows = -(-environments // (rollout * batches))
     steps = config.chunk_steps_per_episode * (episodes if mode.lockstep else 1)
     segments = rollout * batches * (1 if mode.lockstep else episodes)
@@ -75,5 +79,14 @@ def overlay(config: Config, mode: Mode, rollout: int, training: int, *, colocate
         "segment": {"steps": steps},
     }
     settings["generators"]["max_batch_size"] = rows
-    settings["trainer"] = {"segments_per_update": segments, "minibatch_samples": -(-segments * rows * steps // 2)}
+    settings["trainer"] = {
+        "segments_per_update": segments,
+        "minibatch_samples": -(-segments * rows * steps // 2),
+        **_update(mode, segments),
+    }
     return settings
+
+
+def _update(mode: Mode, segments: int) -> dict[str, Any]:
+    """Two optimiser steps per update, as without streaming, where its segments have two equal halves."""
+    return {"update": "streaming", "optimiser_steps": 1 + (segments % 2 == 0)} if mode.streaming else {}
