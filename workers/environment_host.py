@@ -306,6 +306,8 @@ class _Child:
             raise EnvironmentFailed(self._exit_reason()) from exc
         except BadMessage as exc:
             raise EnvironmentFailed(f"its answer is damaged: {exc}") from exc
+        if self._process.poll() is not None:
+            raise EnvironmentFailed(self._exit_reason())  # what it forked may hold the socket open
         self._watch(moved=self._packets.unfinished_bytes != before)
         return None
 

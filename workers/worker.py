@@ -224,8 +224,7 @@ class Worker:
     def _write_hash(self) -> bool:
         fields: dict[str, str | int] = {
             "role": self.role,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
+            **presence.process_fields(),
             "device": self.device,
             "version": self.version,
             "state": self._shown_state(),

@@ -120,6 +120,32 @@ def test_a_server_that_forgot_the_run_gets_it_back_as_it_was_seen_last(
         assert flow.config() == config
 
 
+def test_f50_a_launcher_that_slept_until_another_took_its_run_over_leaves_that_run_alone(
+    config: Config, redis_url: str, signals: Signals, client: Client, keys: Keys
+) -> None:
+    flow = Flow(client, keys)
+    with pytest.raises(InputError, match="another launcher has it"), make(config, redis_url, signals) as sleeper:
+        client.delete(*all_keys(client, keys))  # type: ignore[arg-type]
+        with make(config, redis_url, signals) as other:
+            token = client.hget(keys.worker("launcher"), "token")
+            try:
+                sleeper.beat()
+            finally:
+                sleeper.__exit__()
+                state = flow.state()
+                assert state is not None and state.desired == "running"
+                assert other.beat() is not None and client.hget(keys.worker("launcher"), "token") == token
+
+
+def test_f10_a_run_that_the_server_loses_at_its_very_end_has_ended_well_all_the_same(
+    config: Config, redis_url: str, signals: Signals, client: Client, keys: Keys
+) -> None:
+    with make(config, redis_url, signals) as launch:
+        client.delete(*all_keys(client, keys))  # type: ignore[arg-type]
+        launch.desire("draining")
+    assert all_keys(client, keys) == set()
+
+
 def test_the_end_leaves_no_key_no_file_and_no_process_even_after_an_error(
     config: Config, redis_url: str, signals: Signals, client: Client, keys: Keys
 ) -> None:

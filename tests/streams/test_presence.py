@@ -12,11 +12,12 @@ import pytest
 
 from vla_stream.broker.connection import Client
 from vla_stream.streams.keys import Keys
-from vla_stream.streams.presence import Presence, alive, forget_ended
+from vla_stream.streams.presence import Presence, alive, forget_ended, pid_space
 
 
 def put(client: Client, keys: Keys, worker: str, **fields: str | int) -> None:
-    client.hset(keys.worker(worker), mapping={"role": worker.rpartition("-")[0], **fields})
+    about = {"role": worker.rpartition("-")[0], "pid_space": pid_space(), **fields}
+    client.hset(keys.worker(worker), mapping=about)
     client.pexpire(keys.worker(worker), 60_000)
 
 
@@ -28,10 +29,10 @@ def ended_pid() -> int:
 
 def test_a_worker_reads_as_it_wrote_itself(client: Client, run_name: str) -> None:
     keys = Keys(run_name)
-    put(client, keys, "generator-0", host="node7", pid=4711, device="cuda:0", version=12, state="running",
-        progress=380, started_ms=1764450000000, shm="yes")  # fmt: skip
+    put(client, keys, "generator-0", host="node7", pid=4711, pid_space="9c1e", device="cuda:0", version=12,
+        state="running", progress=380, started_ms=1764450000000, shm="yes")  # fmt: skip
     assert alive(client, keys) == [
-        Presence("generator-0", "generator", "node7", 4711, "cuda:0", 12, "running", 380, 1764450000000, "yes")
+        Presence("generator-0", "generator", "node7", 4711, "9c1e", "cuda:0", 12, "running", 380, 1764450000000, "yes")
     ]
 
 
@@ -51,7 +52,9 @@ def test_a_worker_whose_process_ended_on_this_host_is_gone_before_its_hash_is(cl
     put(client, keys, "generator-1", host=here, pid=(ended := ended_pid()))
     put(client, keys, "generator-2", host="another host", pid=ended)
     put(client, keys, "generator-3", host=here)
-    assert [item.id for item in alive(client, keys)] == ["generator-0", "generator-2", "generator-3"]
+    put(client, keys, "generator-4", host=here, pid=ended, pid_space="a container's with the same host name")
+    alive_ids = [item.id for item in alive(client, keys)]
+    assert alive_ids == ["generator-0", "generator-2", "generator-3", "generator-4"]
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux's /proc")

@@ -20,7 +20,6 @@ from vla_stream.errors import Expired, Hopeless, InputError
 from vla_stream.flow import LastSeen, Permit
 from vla_stream.learning import checkpoint
 from workers import trainer as trainer_module
-from workers.models import WeightsReader
 from workers.trainer import trained_tickets
 
 original_save = checkpoint.save
@@ -627,21 +626,6 @@ def test_weights_of_an_update_that_a_lost_server_did_not_take_expire(
     lasting = {name.decode() for name in chunks if run.client.ttl(name) < 0}
     assert lasting == {run.keys.weight_chunk(3, manifest.epoch, i) for i in range(len(manifest.chunk_digests))}
     assert len(chunks) > len(lasting)
-
-
-def test_f44_weights_whose_stream_somebody_deleted_are_there_again_for_generators_that_start(
-    make: Make, run: Run
-) -> None:
-    bench = make(updates=10)
-    trainer = bench.trainer()
-    published = bench.weights()
-    run.client.delete(run.keys.weights)
-    assert not trainer.step(None)
-    assert bench.weights() == published
-    reader = WeightsReader(run.client, run.keys, lambda *_: None)
-    reader.poll()
-    weights = reader.newest()
-    assert weights is not None and (weights.version, weights.digest) == (published.version, published.digest)
 
 
 def test_f43_a_trainer_without_data_names_the_role_that_is_missing(

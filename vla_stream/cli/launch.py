@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
-import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -236,7 +234,8 @@ class Launch:
         self.metrics.write([{**record, **books.outcomes, "balance": books.balance}])
 
     def desire(self, desired: Desired) -> None:
-        with contextlib.suppress(*UNREACHABLE), notices.expendable():
+        # InputError: the server lost the run a moment ago. Our own workers are told by signals anyway.
+        with contextlib.suppress(*UNREACHABLE, InputError), notices.expendable():
             self.flow.set_desired(desired, by="vla-stream run")
 
     def idle(self) -> bool:
@@ -272,14 +271,13 @@ class Launch:
     def _claim(self) -> None:
         about: dict[str, str | int] = {
             "role": LAUNCHER,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
+            **presence.process_fields(),
             "state": "running",
             "started_ms": self._started_ms,
         }
-        if not presence.claim(self.flow.scripts, self.keys, LAUNCHER, self._token, LAUNCHER_TTL_S, about):
+        self._claimed = presence.claim(self.flow.scripts, self.keys, LAUNCHER, self._token, LAUNCHER_TTL_S, about)
+        if not self._claimed:
             raise InputError(f"run {self.config.name}: another launcher has it on this server; give another --run NAME")
-        self._claimed = True
 
     def _read(self, state: FlowState | None) -> None:
         now_s = time.monotonic()
@@ -317,6 +315,9 @@ class Launch:
             with contextlib.suppress(*REDIS_ERRORS):
                 self.supervisor.close()
         if self._claimed:
+            # Another launcher's by now, if this one slept for longer than its claim: then its run goes on.
+            self._ask_last(self._claim)
+        if self._claimed:
             self._ask_last(lambda: self.flow.set_desired("stopped", by="vla-stream run"))
             self._ask_last(self._let_others_leave)
             if self.server is None:
@@ -335,8 +336,8 @@ class Launch:
             step()
         except UNREACHABLE:
             self._silent = True
-        except REDIS_ERRORS:
-            pass
+        except (InputError, *REDIS_ERRORS):
+            pass  # such as: there is no such run any more
 
     def _let_others_leave(self) -> None:
         deadline_s = time.monotonic() + OTHERS_LEAVE_S

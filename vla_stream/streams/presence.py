@@ -6,6 +6,7 @@ A hash is also the claim to a name: its token tells who holds it. A supervisor c
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 from collections.abc import Mapping
@@ -26,14 +27,17 @@ class Presence:
     state: starting, loading, running, draining …; progress: a counter that its main loop raises; version: of weights;
     shm: whether it sees the run's folder under /dev/shm, yes, no, or empty when it has not looked.
 
-    Example, as redis-cli shows it: role simulator · host node7 · pid 4711 · device … · version 12 · state running ·
-    progress 380 · started_ms 1764450000000 · shm yes · token …
+    pid_space: what tells apart equal pids of containers with one host name, and of two boots.
+
+    Example, as redis-cli shows it: role simulator · host node7 · pid 4711 · pid_space 9c1e… · device … · version 12 ·
+    state running · progress 380 · started_ms 1764450000000 · shm yes · token …
     """
 
     id: str
     role: str
     host: str
     pid: int
+    pid_space: str
     device: str
     version: int
     state: str
@@ -56,6 +60,7 @@ class Presence:
             text("role") or worker_id.rpartition("-")[0] or worker_id,
             text("host"),
             number("pid"),
+            text("pid_space"),
             text("device"),
             number("version"),
             text("state"),
@@ -66,11 +71,12 @@ class Presence:
 
     @property
     def gone(self) -> bool:
-        """Whether its process has surely ended: it was on this host and its pid is no longer there.
+        """Whether its process has surely ended: it was on this host, among processes that we see, and its pid is no
+        longer there.
 
         A killed worker's hash stays until its TTL; this tells a person sooner. Elsewhere only the TTL knows.
         """
-        if self.host != socket.gethostname() or self.pid == 0:
+        if self.host != socket.gethostname() or self.pid == 0 or self.pid_space != pid_space():
             return False
         try:
             os.kill(self.pid, 0)
@@ -82,6 +88,20 @@ class Presence:
         with contextlib.suppress(OSError, IndexError):
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
         return False
+
+
+@functools.cache
+def pid_space() -> str:
+    """Names the set of processes that this one sees; the same for all of a boot and a pid namespace."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    return socket.gethostname()  # macOS has no containers of its own
+
+
+def process_fields() -> dict[str, str | int]:
+    """What a worker's hash says of the process that writes it."""
+    return {"host": socket.gethostname(), "pid": os.getpid(), "pid_space": pid_space()}
 
 
 def claim(
