@@ -297,8 +297,9 @@ class Trainer:
     def _mend_weights(self) -> None:
         """Weights that a generator could not get any more would end the run: they are published anew, as a base."""
         lost, state = self._weights.missing(), self.flow.state()
-        if not lost or state is None or (state.epoch, state.generation) != (self.epoch, self.generation):
-            return  # where another trainer has taken over, or the server lost the run, others will see to it
+        ours = self.epoch, self.generation, self.version
+        if not lost or state is None or (state.epoch, state.generation, state.version) != ours:
+            return  # where another trainer has taken over, or the server lost more than weights, others see to it
         if self._kept:
             self._save_checkpoint()  # taking over releases what was kept for one
         self._take_over(self._trained, self._skipped, self._weights.data)
