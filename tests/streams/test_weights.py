@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from safetensors.numpy import save
 
 from vla_stream.broker.codec import digest_of, seal
 from vla_stream.errors import BadMessage
@@ -13,6 +14,10 @@ from vla_stream.streams.weights import CHUNK_BYTES, SCHEMA, WeightsManifest
 
 DATA = np.random.default_rng(0).bytes(2 * CHUNK_BYTES + 5)
 MANIFEST, CHUNKS = WeightsManifest.describe(12, 11, 1, DATA)
+
+
+NEXT = save({"w": np.zeros(CHUNK_BYTES, np.uint16)})
+DELTA, DELTA_CHUNKS = WeightsManifest.describe(13, 12, 1, NEXT, (replace(MANIFEST, version=12), NEXT))
 
 
 def resealed(**changes: str | int | None) -> dict[bytes, bytes]:
@@ -49,7 +54,13 @@ def test_a_manifest_reads_in_redis_cli_as_documented() -> None:
     }
 
 
-def test_a_missing_chunk_means_that_a_newer_version_exists() -> None:
+def test_a_delta_names_the_version_and_the_digest_that_it_follows() -> None:
+    assert (DELTA.after, DELTA.after_digest, DELTA.digest) == (12, MANIFEST.digest, digest_of(NEXT))
+    assert WeightsManifest.from_fields(DELTA.to_fields()) == DELTA
+    assert DELTA.assemble(DELTA_CHUNKS.__getitem__) == b"".join(DELTA_CHUNKS) and DELTA.size_bytes < 100
+
+
+def test_a_missing_chunk_means_that_a_newer_base_exists() -> None:
     assert MANIFEST.assemble(lambda index: None if index == 2 else CHUNKS[index]) is None
 
 
@@ -80,6 +91,8 @@ def test_f27_good_chunks_that_are_not_the_announced_whole_are_refused(change: di
         ({"weights_digest": None}, "lacks the field weights_digest"),
         ({"weights_digest": "0" * 17}, "field weights_digest has 17 bytes"),
         ({"version": -1}, "field version is -1"),
+        ({"after": 12}, "field after is 12, expected 0 to 11"),
+        ({"after": None}, "lacks the field after"),
     ],
     ids=str,
 )

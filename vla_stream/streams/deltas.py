@@ -51,7 +51,7 @@ def layout(data: Data) -> list[TensorBytes]:
         header: dict[str, Any] = json.loads(bytes(view[8:first]))
         header.pop("__metadata__", None)
         tensors = [
-            TensorBytes(name, str(item["dtype"]), tuple(map(int, item["shape"])), first + start, first + stop)
+            TensorBytes(name, str(item["dtype"]), tuple(map(int, item["shape"])), first + int(start), first + int(stop))
             for name, item in header.items()
             for start, stop in [item["data_offsets"]]
         ]
