@@ -32,6 +32,7 @@ from workers.worker import BLOCK_S, Worker, run_process
 
 POLL_S = 0.0005  # between two looks while a batch fills: BLOCK's own deadline would be late by up to 10 ms
 LEAVING_S = 0.05
+PREFETCH_S = 0.005  # before the device is free its next batch is read, decoded, collated; until then others may have it
 
 FAILURES_IN_A_ROW = 3  # requests that fail alone, one after the other
 
@@ -141,7 +142,10 @@ class Generator:
 
 
 class Stages:
-    """The overlapped form: bounded hand-overs between threads, so that a full stage holds the one before it."""
+    """The overlapped form: bounded hand-overs between threads, so that a full stage holds the one before it.
+
+    A batch is made for a device that is free, or will be at once: made earlier it would be smaller, and its requests
+    would wait for this device while another one's may be free."""
 
     def __init__(self, generator: Generator) -> None:
         self.generator = generator
@@ -149,6 +153,9 @@ class Stages:
         self.answers: Queue[Answers] = Queue(maxsize=4)
         self.error: Exception | None = None
         self.stop = threading.Event()
+        self._moved = threading.Event()  # the next batch was taken over, or the device is free
+        self._free_at_s = 0.0  # when the device is likely to be free; in the past: it is
+        self._took_s: dict[int, float] = {}  # the last inference, by rows
         for name, body in (("collect", self._collect), ("answer", self._answer), ("weights", self._bring_weights)):
             threading.Thread(target=self._guard, args=(body,), name=name, daemon=True).start()
 
@@ -157,9 +164,21 @@ class Stages:
         if self.error is not None:
             raise self.error
         try:
-            return self.batches.get(timeout=patience_s)
+            batch = self.batches.get(timeout=patience_s)
         except Empty:
             return None
+        self._free_at_s = time.monotonic() + self._took_s.get(len(batch.observations), 0.0)
+        self._moved.set()
+        return batch
+
+    def infer(self, batch: Batch) -> Answers:
+        """The generator's, timed."""
+        began_s = time.monotonic()
+        answers = self.generator.infer(batch)
+        self._took_s[len(batch.observations)] = time.monotonic() - began_s
+        self._free_at_s = 0.0
+        self._moved.set()
+        return answers
 
     def hand_over(self, answers: Answers) -> None:
         while self.error is None:
@@ -186,6 +205,8 @@ class Stages:
             worker.patiently(self._collect_once, collector.recover)
 
     def _collect_once(self) -> None:
+        if not self._await_room():
+            return
         collector = self.generator.collector
         leaving = self.generator.worker.leaving
         if not leaving:
@@ -193,16 +214,22 @@ class Stages:
         if collector.refusals:
             self.hand_over(collector.refusals)
             collector.refusals = []
-        # While the device is busy the next batch goes on filling: it is taken only when there is room for it.
-        if not self.batches.full():
-            batch = collector.take()
-            if batch is not None:
-                self.batches.put(batch)
-                return
+        batch = collector.take()
+        if batch is not None:
+            self.batches.put(batch)
+            return
         if len(collector.batcher):
             time.sleep(POLL_S)
         elif leaving:
             time.sleep(LEAVING_S)
+
+    def _await_room(self) -> bool:
+        """Whether the device wants its next batch. If not, wait a little, or until it does."""
+        self._moved.clear()  # before looking: what moves after that ends the wait
+        wait_s = BLOCK_S if self.batches.full() else self._free_at_s - PREFETCH_S - time.monotonic()
+        if wait_s > 0:
+            self._moved.wait(min(wait_s, BLOCK_S / 4))
+        return wait_s <= 0
 
     def _answer(self) -> None:
         worker, lease_s = self.generator.worker, self.generator.config.flow.lease_s
@@ -259,7 +286,7 @@ def serve(worker: Worker, config: Config) -> None:
         with worker.meter.busy("waiting"):
             batch = stages.next_batch(patience_s=0.25)
         if batch is not None:
-            stages.hand_over(generator.infer(batch))
+            stages.hand_over(stages.infer(batch))
         elif worker.leaving:
             leave_at_s = leave_at_s or time.monotonic() + config.flow.drain_deadline_s
             if stages.empty or time.monotonic() > leave_at_s:

@@ -33,7 +33,7 @@ from vla_stream.streams.actions import ActionReply
 from vla_stream.streams.obs_requests import ObsRequest, RequestId
 from vla_stream.streams.observations import pack_observations
 from vla_stream.streams.weights import WeightsManifest
-from workers.generator import Generator
+from workers.generator import Generator, Stages
 from workers.models import make_policy
 from workers.replies import Replies
 from workers.weights import WeightsWriter, to_bytes
@@ -173,6 +173,31 @@ def test_f31_while_a_batch_fills_our_clock_ends_the_wait_and_not_a_block(make: M
     started_s = time.monotonic()
     bench.until(lambda: generator.step(8_000))
     assert time.monotonic() - started_s < 5
+
+
+def test_a_generator_whose_device_is_busy_leaves_requests_to_others_until_it_is_nearly_free(make: Make) -> None:
+    bench = make(generators__max_wait_ms=0)
+    busy, other = bench.generator(0), bench.generator(1)
+    stages = Stages(busy)
+    try:
+        bench.request(1)
+        bench.until(lambda: stages.next_batch(0.01))
+        stages._took_s[4] = 60.0  # rows with padding
+        bench.request(2)
+        # Until it holds the batch for the free device it may read on: then the device is busy for a minute.
+        bench.until(lambda: stages.next_batch(0.01))
+        third = bench.request(3)
+        bench.until(lambda: other.step(None))
+        assert third in [str(reply.id) for reply in bench.replies()]
+        assert len(busy.collector.owned) == 2
+        # The device is free earlier than expected: at once there is work for it.
+        bench.request(4)
+        stages._free_at_s = 0.0
+        stages._moved.set()
+        bench.until(lambda: stages.next_batch(0.01))
+        assert len(busy.collector.owned) == 3
+    finally:
+        stages.stop.set()
 
 
 def test_padding_changes_no_result(make: Make) -> None:
