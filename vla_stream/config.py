@@ -19,6 +19,7 @@ from vla_stream.errors import InputError
 
 UNKNOWN_KEY = "extra_forbidden"  # pydantic's name of the error
 MAX_SEED = 2**63 - 1  # seeds.derive packs it into 8 bytes with a sign
+MAX_NUMBER = 10**12  # of updates, versions, tickets: Lua's tostring writes 1e+14 for what has more than 14 digits
 
 CHECKPOINTS, DEMONSTRATIONS = "checkpoints", "demos.safetensors"  # names in runs/<name>/
 

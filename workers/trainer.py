@@ -102,7 +102,7 @@ class Trainer:
         if found is not None:
             self.learner.load_state(LearnerState(found.update, found.policy, found.optimiser))
             self.update, self.version, self._checkpointed = found.update, found.version, found.update
-            trained, skipped = int(found.meta["trained"]), int(found.meta["skipped"])
+            trained, skipped = (found.meta[counter] for counter in checkpoint.COUNTERS)
             self._remember(trained_tickets(self.config.run_dir / UPDATES_FILE, found.update))
         self._take_over(trained, skipped)
         if self._checkpointed != self.update:
@@ -434,7 +434,6 @@ class Trainer:
         meta = {"run": self.config.name, "trained": self._trained, "skipped": self._skipped}
         try:
             checkpoint.save(self.folder, self.update, self.version, state.policy, state.optimiser, meta)
-            checkpoint.prune(self.folder, self.config.trainer.keep_checkpoints, protected=(f"{0:06d}",))
         except OSError as exc:
             # A full disk must not end a run that could go on for hours (F47).
             then = "tried again until it works, and its segments are kept" if self._kept else "the run goes on without"
@@ -442,6 +441,10 @@ class Trainer:
             self._retry_checkpoint_s = time.monotonic() + RETRY_CHECKPOINT_S if self._kept else math.inf
             return
         self._checkpointed, self._retry_checkpoint_s = self.update, math.inf
+        try:
+            checkpoint.prune(self.folder, self.config.trainer.keep_checkpoints, protected=(f"{0:06d}",))
+        except OSError as exc:
+            self.worker.say("checkpoint", f"{self.folder}: old ones not removed ({exc.strerror or exc}); remove them")
         if self._kept:
             # A crash here leaves them to the next trainer, whose `resume` sees that this checkpoint holds them.
             self.worker.patiently(lambda: self.flow.release(self.epoch, self.update))

@@ -200,7 +200,9 @@ def test_a_server_that_loses_the_last_update_does_not_undo_it(config: Config, re
         state = launch.flow.state()
         with pytest.raises(RunFailed, match="ended at update 0 of 100 although nobody asked"):
             launch._reason_to_end(state, supervisor)
-        place = checkpoint.save(config.run_dir / "checkpoints", 100, 100, {"w": torch.zeros(1)}, {}, {})
+        place = checkpoint.save(
+            config.run_dir / "checkpoints", 100, 100, {"w": torch.zeros(1)}, {}, {"trained": 0, "skipped": 0}
+        )
         meta = (place / "meta.json").read_text()
         (place / "meta.json").write_text("{}")
         with pytest.raises(RunFailed, match="ended at update 0 of 100 although nobody asked"):

@@ -176,7 +176,7 @@ def test_a_learner_restored_from_disk_goes_on_with_its_running_moments(tmp_path:
     learner = streaming(segments_per_update=3)
     train(learner, updates=2)
     state = learner.state()
-    path = checkpoint.save(tmp_path, 2, 2, state.policy, state.optimiser, {})
+    path = checkpoint.save(tmp_path, 2, 2, state.policy, state.optimiser, {"trained": 0, "skipped": 0})
     expected, expected_state = train(learner), learner.state()
 
     loaded = checkpoint.load(path)

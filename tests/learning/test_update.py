@@ -286,7 +286,7 @@ def test_a_learner_restored_from_disk_makes_the_identical_next_update(tmp_path: 
     learner = make_learner()
     train(learner, updates=2)
     state = learner.state()
-    path = checkpoint.save(tmp_path, 2, 2, state.policy, state.optimiser, {})
+    path = checkpoint.save(tmp_path, 2, 2, state.policy, state.optimiser, {"trained": 0, "skipped": 0})
     expected, expected_state = train(learner), learner.state()
 
     restored = make_learner(Toy(seed=5))

@@ -505,6 +505,24 @@ def test_f47_a_checkpoint_that_cannot_be_written_does_not_end_the_run(
     assert trainer.step(None) and bench.checkpoints() == ["000000", "000002"]
 
 
+def test_f47_old_checkpoints_that_cannot_be_removed_are_told_and_hold_no_segment_back(
+    make: Make, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make(trainer__checkpoint_every=1, trainer__ack="checkpoint")
+    trainer = bench.trainer()
+
+    def busy(*_: object, **__: object) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    monkeypatch.setattr(checkpoint, "prune", busy)
+    bench.feed()
+    assert trainer.step(None) and bench.checkpoints() == ["000000", "000001"]
+    assert bench.waiting() == 0, "the checkpoint holds what they taught"
+    assert [text for kind, text in run.events() if kind == "checkpoint"] == [
+        f"{trainer.folder}: old ones not removed (Device or resource busy); remove them"
+    ]
+
+
 def test_f02_a_lost_reply_to_the_commit_neither_repeats_nor_loses_the_update(
     make: Make, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

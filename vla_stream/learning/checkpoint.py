@@ -4,12 +4,14 @@ A checkpoint appears whole or not at all: it is written to a temporary folder be
 renamed. One process writes to a folder; any number may read it.
 
 meta.json, for example:
-    {"format": 1, "update": 40, "version": 43, "digests": {"policy.safetensors": "8f1c…", …}, "meta": {"run": "demo"}}
-`digests` are xxh64 over each file's bytes; `meta` is what the caller gave.
+    {"format": 1, "update": 40, "version": 43, "digests": {"policy.safetensors": "8f1c…", …},
+     "meta": {"run": "demo", "trained": 1280, "skipped": 0}}
+`digests` are xxh64 over each file's bytes; `meta` is what the caller gave, with the counters that its books go on from.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -22,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import xxhash
 from safetensors import SafetensorError
 
+from vla_stream.config import MAX_NUMBER
 from vla_stream.errors import InputError
 
 if TYPE_CHECKING:  # the launcher looks for checkpoints too, and has no use for torch
@@ -31,6 +34,7 @@ Found = TypeVar("Found")
 
 FORMAT = 1
 POLICY, OPTIMISER, META = "policy.safetensors", "optimiser.safetensors", "meta.json"
+COUNTERS = ("trained", "skipped")  # segments; `meta` holds them
 _UNFINISHED = ".unfinished-"
 
 
@@ -54,7 +58,8 @@ def save(
     optimiser_state: Mapping[str, Tensor],
     meta: Mapping[str, Any],
 ) -> Path:
-    """Write a checkpoint durably and return its folder; one of the same update is replaced. `meta` must fit JSON.
+    """Write a checkpoint durably and return its folder; one of the same update is replaced. `meta` must fit JSON, and
+    hold COUNTERS.
 
     Raises OSError if the disk does not take it (the folder then holds what it held before).
     """
@@ -71,14 +76,14 @@ def save(
             _make_durable(path)
         # mkdtemp makes it private; a checkpoint is as readable as any other file of the run.
         unfinished.chmod(folder.stat().st_mode & 0o777)
-        replaced = _set_aside(place) if place.exists() else None
+        replaced = _set_aside(place) if os.path.lexists(place) else None
         unfinished.rename(place)
         _make_durable(folder)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
     if replaced is not None:
-        shutil.rmtree(replaced)
+        shutil.rmtree(replaced, ignore_errors=True)  # the new one stands; `prune` sweeps what is left
     return place
 
 
@@ -115,19 +120,30 @@ def newest_place(folder: Path) -> Path | None:
 
 
 def places(folder: Path) -> list[Path]:
-    """The folders that are named like checkpoints, oldest first."""
+    """What is named like a checkpoint, by digits alone (`000040.bak` is not), oldest first."""
     if not folder.is_dir():
         return []
-    return sorted((path for path in folder.iterdir() if path.name.isdecimal()), key=lambda path: int(path.name))
+    return sorted((path for path in folder.iterdir() if _is_number(path.name)), key=lambda path: int(path.name))
 
 
 def prune(folder: Path, keep: int, protected: Collection[str] = ()) -> None:
-    """Remove all but the newest `keep` checkpoints and those named in `protected`, and what a crash left unfinished."""
+    """Remove all but the newest `keep` checkpoints and those named in `protected`, and what a crash left unfinished.
+
+    Of a symbolic link only the link goes. Raises the first OSError, after all else was removed."""
+    errors: list[OSError] = []
     for path in places(folder)[:-keep]:
         if path.name not in protected:
-            shutil.rmtree(_set_aside(path))
+            try:
+                _set_aside(path)
+            except OSError as exc:
+                errors.append(exc)
     for path in folder.glob(f"{_UNFINISHED}*"):
-        shutil.rmtree(path)
+        try:
+            shutil.rmtree(path)
+        except OSError as exc:
+            errors.append(exc)
+    if errors:
+        raise errors[0]
 
 
 def _newest(folder: Path, read: Callable[[Path], Found]) -> tuple[Found | None, list[str]]:
@@ -152,12 +168,19 @@ def _verified(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: no such folder, expected a checkpoint, for example runs/demo/checkpoints/000040")
     try:
         about = json.loads((path / META).read_text(encoding="utf-8"))
-        found, digests = about["format"], dict(about["digests"])
-        parsed = {"update": int(about["update"]), "version": int(about["version"]), "meta": dict(about["meta"])}
-    except (OSError, ValueError, KeyError, TypeError) as exc:
+        found, digests, meta = about["format"], dict(about["digests"]), dict(about["meta"])
+        parsed = {"update": _number(about, "update"), "version": _number(about, "version"), "meta": meta}
+        for counter in COUNTERS:
+            _number(meta, counter)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as exc:
         raise InputError(f"{path / META}: {_reason(exc)}, expected a complete checkpoint; use an older one") from exc
     if found != FORMAT:
-        raise InputError(f"{path}: checkpoint format {found!r}, expected {FORMAT}; use the release that wrote it")
+        raise InputError(f"{path}: checkpoint format {found!r:.40}, expected {FORMAT}; use the release that wrote it")
+    if _is_number(path.name) and int(path.name) != parsed["update"]:
+        raise InputError(
+            f"{path}: holds update {parsed['update']}, expected {int(path.name)} as its name says; rename it, or use "
+            "an older checkpoint"
+        )
     for name in (POLICY, OPTIMISER):
         try:
             digest = _digest(path / name)
@@ -165,15 +188,36 @@ def _verified(path: Path) -> dict[str, Any]:
             raise InputError(f"{path / name}: {_reason(exc)}, expected safetensors; use an older checkpoint") from exc
         if digest != digests.get(name):
             raise InputError(
-                f"{path / name}: damaged, xxh64 is {digest}, expected {digests.get(name)}; use an older checkpoint"
+                f"{path / name}: damaged, xxh64 is {digest}, expected {digests.get(name)!r:.40}; use an older "
+                "checkpoint"
             )
     return parsed
 
 
 def _set_aside(path: Path) -> Path:
-    """Take a checkpoint's name away, so that a crash while it is being removed leaves no half one under that name."""
+    """Take a checkpoint's name away, so that a crash while it is being removed leaves no half one under that name.
+
+    Into a folder and not onto it: it may be a symbolic link, or a file."""
     aside = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=path.parent))
-    return path.rename(aside)
+    try:
+        path.rename(aside / path.name)
+    except OSError:
+        with contextlib.suppress(OSError):
+            aside.rmdir()
+        raise
+    return aside
+
+
+def _is_number(name: str) -> bool:
+    return name.isascii() and name.isdecimal()
+
+
+def _number(data: Mapping[str, Any], name: str) -> int:
+    """Raises KeyError or ValueError; nothing is converted."""
+    value = data[name]
+    if type(value) is not int or not 0 <= value <= MAX_NUMBER:
+        raise ValueError(f"{name} is {value!r:.40}")
+    return value
 
 
 def _write(path: Path, state: Mapping[str, Tensor]) -> None:
