@@ -21,7 +21,7 @@ from torch import Tensor
 from vla_stream.broker.connection import UNREACHABLE
 from vla_stream.broker.lanes import PayloadReader
 from vla_stream.broker.queue import Entry, WorkQueue
-from vla_stream.config import CHECKPOINTS, DEMONSTRATIONS, Config
+from vla_stream.config import CHECKPOINTS, DEMONSTRATIONS, MAX_NUMBER, Config
 from vla_stream.environments.protocol import Specification
 from vla_stream.errors import BadMessage, Hopeless, InputError, PayloadUnreachable, RunFailed
 from vla_stream.flow import Consumed
@@ -415,10 +415,15 @@ class Trainer:
 
     def _last_version(self) -> int:
         """The highest version that any trainer of this run has begun to publish, or 0 where the file is not there."""
+        file = self.config.run_dir / LAST_VERSION_FILE
         try:
-            return int((self.config.run_dir / LAST_VERSION_FILE).read_text(encoding="utf-8"))
+            version = int(file.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return 0
+        if version > MAX_NUMBER:
+            self.worker.say("version", f"{file}: holds {str(version)[:30]}, expected at most {MAX_NUMBER}; ignored")
+            return 0
+        return version
 
     def _describe_weights(self, data: bytes, *, full: bool = False) -> Upload:
         # Written before anybody can see the version: no number may ever name two different weights.
@@ -472,9 +477,11 @@ def trained_tickets(file: Path, update: int) -> list[int]:
     lineage: dict[int, list[int]] = {}
     with contextlib.suppress(OSError), file.open("rb") as lines:
         for line in lines:
-            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
                 record = json.loads(line)
                 number, tickets = int(record["update"]), [int(str(m).partition(".")[0]) for m in record["segments"]]
+                if max(number, *tickets) > MAX_NUMBER:
+                    continue
                 # A later trainer repeats what was rolled back: from its first update on, the older lineage is gone.
                 while lineage and next(reversed(lineage)) >= number:
                     lineage.popitem()

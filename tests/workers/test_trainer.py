@@ -428,8 +428,20 @@ def test_the_tickets_of_a_lineage_are_those_of_the_last_trainer_that_made_each_u
     assert trained_tickets(file, 9) == []
     lines = [(1, "1.1"), (2, "2.1"), (3, "3.1"), (2, "4.2"), (3, "5.1"), (4, "6.1")]
     text = [json.dumps({"update": number, "segments": [member]}) for number, member in lines]
-    file.write_text("\n".join([*text[:3], "{", "7", '{"update": 3}', *text[3:]]) + "\n" + text[0][:9])
+    absurd = ['{"update": 1e999, "segments": []}', f'{{"update": 3, "segments": ["{10**30}.1"]}}', 9999 * "["]
+    file.write_text("\n".join([*text[:3], "{", "7", '{"update": 3}', *absurd, *text[3:]]) + "\n" + text[0][:9])
     assert trained_tickets(file, 3) == [1, 4, 5]
+
+
+def test_a_last_version_that_nobody_can_count_on_from_is_ignored_and_told(make: Make, run: Run) -> None:
+    bench = make()
+    bench.config.run_dir.mkdir(parents=True, exist_ok=True)
+    (bench.config.run_dir / "last_version").write_text(30 * "9")
+    assert bench.trainer().version == 1
+    assert [permit.min_version for permit in bench.permits(1)] == [1]
+    assert [text for kind, text in run.events() if kind == "version"] == [
+        f"{bench.config.run_dir / 'last_version'}: holds {30 * '9'}, expected at most 1000000000000; ignored"
+    ]
 
 
 def test_f21_segments_that_were_taken_before_somebody_removed_their_stream_are_trained_and_not_made_again(
