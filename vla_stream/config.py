@@ -390,10 +390,10 @@ def _read(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: cannot read the config ({reason}); give the path of a YAML file") from exc
     try:
         data = yaml.load(text, _Loader)
-    except yaml.YAMLError as exc:
+    except (yaml.YAMLError, ValueError, RecursionError) as exc:
         place = getattr(exc, "problem_mark", None)
         where = f" at line {place.line + 1}" if place else ""
-        raise InputError(f"{path}: not valid YAML{where}; {getattr(exc, 'problem', 'see the file')}") from exc
+        raise InputError(f"{path}: not valid YAML{where}; {getattr(exc, 'problem', exc)}") from exc
     if not isinstance(data, dict):
         raise InputError(f"{path}: holds {type(data).__name__}, expected a mapping of sections")
     return data
@@ -405,7 +405,7 @@ def _parse_override(text: str) -> dict[str, Any]:
         raise InputError(f"--set {text}: expected section.key=value, for example --set trainer.epochs=2")
     try:
         parsed: Any = yaml.load(value, _Loader)
-    except yaml.YAMLError as exc:
+    except (yaml.YAMLError, ValueError, RecursionError) as exc:
         raise InputError(f"--set {text}: {value!r} is not valid YAML") from exc
     for part in reversed(key.split(".")):
         parsed = {part: parsed}

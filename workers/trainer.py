@@ -8,7 +8,6 @@ crashes in between is repeated by the next trainer, whose epoch fences this one 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from vla_stream import lines
 from vla_stream.broker.connection import UNREACHABLE
 from vla_stream.broker.lanes import PayloadReader
 from vla_stream.broker.queue import Entry, WorkQueue
@@ -410,8 +410,8 @@ class Trainer:
             "skipped": result.skipped,
             "segments": members,
         }
-        with contextlib.suppress(OSError), (self.config.run_dir / UPDATES_FILE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        with contextlib.suppress(OSError):
+            lines.append(self.config.run_dir / UPDATES_FILE, [line])
 
     def _last_version(self) -> int:
         """The highest version that any trainer of this run has begun to publish, or 0 where the file is not there."""
@@ -475,10 +475,9 @@ class Trainer:
 def trained_tickets(file: Path, update: int) -> list[int]:
     """The tickets that the lineage up to `update` was trained on, as updates.jsonl tells; damaged lines are skipped."""
     lineage: dict[int, list[int]] = {}
-    with contextlib.suppress(OSError), file.open("rb") as lines:
-        for line in lines:
-            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-                record = json.loads(line)
+    with contextlib.suppress(OSError):
+        for record in lines.read(file):
+            with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
                 number, tickets = int(record["update"]), [int(str(m).partition(".")[0]) for m in record["segments"]]
                 if max(number, *tickets) > MAX_NUMBER:
                     continue

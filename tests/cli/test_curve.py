@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from vla_stream.cli.curve import draw, trace
-from vla_stream.cli.samples import Record, append, load
+from vla_stream.cli.samples import Record, append, load, number
 
 
 def update(time: float, number: int, **metrics: float) -> Record:
@@ -61,4 +61,5 @@ def test_records_survive_the_file_and_a_line_cut_off_by_a_crash(tmp_path: Path) 
     append(file, [{"time": 1.0, "kind": "update", "policy_loss": float("nan")}, {"time": 2.0, "worker": "simulator-0"}])
     with file.open("a") as out:
         out.write('{"time": 3.0, "wor')
+    assert number({"update": 10**400}, "update") is None and number({"update": 7}, "update") == 7.0
     assert load(file) == [{"time": 1.0, "kind": "update"}, {"time": 2.0, "worker": "simulator-0"}]

@@ -70,6 +70,20 @@ def test_resume_says_what_changed(config: Config) -> None:
     assert folder.notes == ["since the run began, updates changed from 100 to 7"]
 
 
+@pytest.mark.parametrize("damage", [b"\xff", b"date: 2001-99-99", b"[", b"- a list", b"", b"&a [*a]", 9999 * b"["])
+def test_resume_beside_a_damaged_config_costs_a_note(config: Config, damage: bytes) -> None:
+    began(config, name="mine")
+    file = config.runs_dir / "mine" / "config.yaml"
+    kept = file.read_text()
+    file.write_bytes(damage)
+    folder = RunFolder.open(config, name="mine", resume=True)
+    folder.close()
+    assert folder.notes == [
+        f"since the run began, {file} was damaged, so what else changed is not told; it is written anew"
+    ]
+    assert file.read_text() == kept
+
+
 def test_nothing_to_resume_is_an_error(config: Config) -> None:
     with pytest.raises(InputError, match="holds no run to resume; start it without --resume"):
         began(config, name="never", resume=True)

@@ -10,6 +10,7 @@ import torch
 from vla_stream.broker.connection import Client
 from vla_stream.cli.display import PlainDisplay
 from vla_stream.cli.launch import Launch
+from vla_stream.cli.samples import MetricsFile, load
 from vla_stream.cli.signals import Signals
 from vla_stream.config import Config, validate
 from vla_stream.environments.protocol import Specification
@@ -191,6 +192,22 @@ def test_f47_a_disk_that_takes_no_metrics_is_told_once_and_ends_nothing(
     assert '"update": 4.0' in file.read_text()
     told = [line[9:] for line in capsys.readouterr().out.splitlines() if "not written" in line]
     assert told == [f"{file}: not written (No such file or directory); the run goes on, these figures are lost"]
+
+
+def test_metrics_go_on_after_a_file_whose_ids_somebody_damaged(
+    config: Config, redis_url: str, signals: Signals, client: Client, keys: Keys
+) -> None:
+    with make(config, redis_url, signals) as launch:
+        file = config.run_dir / "metrics.jsonl"
+        for number in (1, 2):
+            sample(client, keys, "trainer-0", "trainer", "update", {"update": number})
+            launch.read_metrics()
+        whole = file.read_text()
+        file.write_bytes(whole.encode() + b'{"id": "garbage"}\n{"id": 7}\n{"id": "99999999999999999999-0"}\n\xff{"id"')
+        sample(client, keys, "trainer-0", "trainer", "update", {"update": 3})
+        again = MetricsFile(client, keys, file, print)
+        assert [record["update"] for record in again.read()] == [3]
+    assert [record["update"] for record in load(file) if "update" in record] == [1, 2, 3]
 
 
 def test_a_server_that_loses_the_last_update_does_not_undo_it(config: Config, redis_url: str, signals: Signals) -> None:

@@ -134,7 +134,8 @@ def _changes(file: Path, config: Config) -> Iterator[str]:
 
     try:
         before = dict(_flat(yaml.safe_load(file.read_text(encoding="utf-8"))))
-    except (OSError, yaml.YAMLError, AttributeError):
+    except (OSError, ValueError, yaml.YAMLError, AttributeError, RecursionError):
+        yield f"{file} was damaged, so what else changed is not told; it is written anew"
         return
     for key, value in _flat(config.model_dump(mode="json")):
         if key in before and before[key] != value:

@@ -7,11 +7,14 @@ began) and `evaluation`.
 
 from __future__ import annotations
 
-import json
+import contextlib
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from vla_stream import lines
 
 if TYPE_CHECKING:
     from vla_stream.broker.connection import Client
@@ -23,6 +26,7 @@ Record = dict[str, str | float]
 METRICS_FILE = "metrics.jsonl"
 READ_AT_ONCE = 1000
 TEXTS = ("worker", "role", "kind", "id")
+ENTRY_ID = re.compile(r"[0-9]{1,19}-[0-9]{1,19}")  # two numbers below 2^64
 
 
 class MetricsFile:
@@ -78,40 +82,32 @@ def decode(entry: Entry) -> Record:
 def number(record: Mapping[str, str | float], name: str) -> float | None:
     """A metric that is there, is a number, and is finite."""
     value = record.get(name)
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+    with contextlib.suppress(OverflowError):  # an integer of more than 308 digits
+        if isinstance(value, int | float) and math.isfinite(value):
+            return float(value)
+    return None
 
 
 def append(file: Path, records: Iterable[Mapping[str, object]]) -> None:
     """One JSON object per line; NaN and infinity, which JSON lacks, become null."""
-    lines = []
-    for record in records:
-        plain = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in record.items()
-        }
-        lines.append(json.dumps(plain) + "\n")
-    if lines:
-        with file.open("a", encoding="utf-8") as out:
-            out.write("".join(lines))
+    lines.append(
+        file,
+        (
+            {n: None if isinstance(value, float) and not math.isfinite(value) else value for n, value in record.items()}
+            for record in records
+        ),
+    )
 
 
 def load(file: Path) -> list[Record]:
-    """All records of a file; a line that was cut off by a crash is left out."""
+    """All records of a file; a line that was cut off by a crash, or damaged, is left out."""
     records: list[Record] = []
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
+    with contextlib.suppress(OSError):
+        for record in lines.read(file):
             records.append({name: value for name, value in record.items() if isinstance(value, str | int | float)})
     return records
 
 
 def _last_id(file: Path) -> str:
-    ids = [str(record["id"]) for record in load(file)[-READ_AT_ONCE:] if "id" in record]
-    return ids[-1] if ids else "0-0"
+    ids = [str(record.get("id", "")) for record in load(file)[-READ_AT_ONCE:]]
+    return next((found for found in reversed(ids) if ENTRY_ID.fullmatch(found)), "0-0")
