@@ -155,6 +155,31 @@ def test_a_set_of_broken_yaml_is_told_in_one_line(write: Any) -> None:
         load([write(YAML)], ["updates=[1"])
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x.y=&a [*a]", "Circular reference detected"),
+        ("x=&a {y: *a}", "Circular reference detected"),
+        ("environment.options=&a {y: *a}", "Circular reference detected"),
+        ("x=2001-99-99", "is not valid YAML"),
+        ("x=" + 9999 * "[", "is not valid YAML"),
+        ("environment.options={2001-01-01: 3}", "holds what is no plain data"),
+    ],
+)
+def test_a_value_that_is_no_plain_data_is_told_in_one_line(text: str, message: str, write: Any) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        load([write(YAML)], [text])
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_with_a_section_that_holds_itself_or_a_date_that_does_not_exist_is_told_in_one_line(write: Any) -> None:
+    for text in ("&a {x: *a}", "x: 2001-99-99", "x: &a [*a]"):
+        path = write(text)
+        with pytest.raises(InputError) as caught:
+            load([path, path])
+        assert "\n" not in str(caught.value)
+
+
 def test_problems_name_the_files_they_come_from(write: Any) -> None:
     one, two = write(YAML), write("updates: 0\n", "two.yaml")
     with pytest.raises(InputError, match=f"^{one}, {two}: updates is 0, expected greater than or equal to 1$"):
@@ -186,6 +211,18 @@ def test_problems_name_the_files_they_come_from(write: Any) -> None:
         ("flow.lease_s", 1e-4, "config: flow.lease_s is 0.0001, expected greater than or equal to 0.01"),
         ("flow.lease_s", math.inf, "config: flow.lease_s is inf, expected a finite number"),
         ("generators.padded_sizes", ["x"], "config: generators.padded_sizes.0 is 'x', expected a valid integer"),
+        ("flow.lease_s", 1e300, "config: flow.lease_s is 1e+300, expected less than or equal to 1000000"),
+        ("simulators.step_deadline_s", 1e300,
+         "config: simulators.step_deadline_s is 1e+300, expected less than or equal to 1000000"),
+        ("generators.max_wait_ms", 1e7,
+         "config: generators.max_wait_ms is 10000000.0, expected less than or equal to 1000000"),
+        ("trainer.segments_per_update", 10**30,
+         f"config: trainer.segments_per_update is {10**30}, expected less than or equal to 1000000000"),
+        ("flow.stale_limit", 10**30,
+         f"config: flow.stale_limit is {10**30}, expected less than or equal to 1000000000"),
+        ("generators.padded_sizes", [10**10],
+         "config: generators.padded_sizes.0 is 10000000000, expected less than or equal to 1000000000"),
+        ("runs_dir", "a\0b", "config: runs_dir is 'a\\x00b', expected a path without NUL bytes"),
         ("seed", 2**63, "config: seed is 9223372036854775808, expected less than or equal to 9223372036854775807"),
     ],
 )  # fmt: skip

@@ -33,6 +33,13 @@ def test_finding_an_environment_does_not_import_its_simulator() -> None:
     assert not {"mani_skill", "sapien"} & (set(sys.modules) - loaded)
 
 
+@pytest.mark.parametrize("name", ["os:system", "os:path", "collections:OrderedDict"])
+def test_what_has_no_options_is_named_in_one_line(name: str) -> None:
+    with pytest.raises(InputError, match=r"^environment.options: .+ has no Options, expected a class with") as caught:
+        parse_options(load_class(ENVIRONMENTS, name), {}, "environment.options")
+    assert "\n" not in str(caught.value)
+
+
 def test_an_own_class_is_found_by_module_and_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_lab.py").write_text("class Kitchen:\n    pass\n")
     monkeypatch.syspath_prepend(tmp_path)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
 from vla_stream.errors import InputError
 
@@ -21,9 +21,24 @@ UNKNOWN_KEY = "extra_forbidden"  # pydantic's name of the error
 MAX_SEED = 2**63 - 1  # seeds.derive packs it into 8 bytes with a sign
 MAX_NUMBER = 10**12  # of updates, versions, tickets: Lua's tostring writes 1e+14 for what has more than 14 digits
 
+RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"
+
 CHECKPOINTS, DEMONSTRATIONS = "checkpoints", "demos.safetensors"  # names in runs/<name>/
 
 Model = TypeVar("Model", bound=BaseModel)
+
+
+def _without_nul(path: Path) -> Path:
+    if "\0" in str(path):
+        raise ValueError("a path without NUL bytes")
+    return path
+
+
+# Upper bounds far above any use, and far below what timers, Lua's numbers and memory can take.
+Count = Annotated[int, Field(le=10**9)]
+Seconds = Annotated[float, Field(le=10**6)]
+Milliseconds = Annotated[float, Field(le=10**6)]
+PlainPath = Annotated[Path, AfterValidator(_without_nul)]
 
 
 class Section(BaseModel):
@@ -34,21 +49,23 @@ class Section(BaseModel):
 
 class Environment(Section):
     name: str = Field(description="Entry point of the group vla_stream.environments, or module:Class.")
-    max_steps: int = Field(ge=1, description="Environment steps after which an episode is truncated.")
+    max_steps: Count = Field(ge=1, description="Environment steps after which an episode is truncated.")
     options: dict[str, Any] = Field(default_factory=dict, description="Options of that environment; see its file.")
 
 
 class Policy(Section):
     name: str = Field(description="Entry point of the group vla_stream.policies, or module:Class.")
-    chunk: int = Field(ge=1, description="H: actions per chunk, executed one after the other without looking again.")
-    init_from: Path | None = Field(
+    chunk: Count = Field(ge=1, description="H: actions per chunk, executed one after the other without looking again.")
+    init_from: PlainPath | None = Field(
         default=None, description="Checkpoint folder to start from; takes the place of `pretrain`."
     )
     options: dict[str, Any] = Field(default_factory=dict, description="Options of that policy; see its file.")
 
 
 class Steps(Section):
-    steps: int = Field(ge=1, description="T: chunk steps per segment; rows that end are reset at the next chunk step.")
+    steps: Count = Field(
+        ge=1, description="T: chunk steps per segment; rows that end are reset at the next chunk step."
+    )
 
 
 def _segment_kind(value: object) -> str | None:
@@ -69,27 +86,33 @@ SegmentKind = Annotated[
 
 
 class Simulators(Section):
-    count: int = Field(default=2, ge=0, description="Simulator processes that `run` starts.")
-    env_batches: int = Field(default=1, ge=1, description="Independent environment batches per process.")
-    slots: int = Field(default=2, ge=1, description="Parts of a batch that travel alone: one request per chunk step.")
-    envs_per_slot: int = Field(default=8, ge=1, description="k: rows (environments) of one slot.")
+    count: Count = Field(default=2, ge=0, description="Simulator processes that `run` starts.")
+    env_batches: Count = Field(default=1, ge=1, description="Independent environment batches per process.")
+    slots: Count = Field(default=2, ge=1, description="Parts of a batch that travel alone: one request per chunk step.")
+    envs_per_slot: Count = Field(default=8, ge=1, description="k: rows (environments) of one slot.")
     segment: SegmentKind = Field(
         default=Steps(steps=16), description="{steps: T}, or `episode`: k rows of one task and seed, without resets."
     )
-    step_deadline_s: float = Field(default=30.0, gt=0, description="A step that takes longer is a hang: replace it.")
-    start_deadline_s: float = Field(default=120.0, gt=0, description="The same for making and resetting environments.")
+    step_deadline_s: Seconds = Field(default=30.0, gt=0, description="A step that takes longer is a hang: replace it.")
+    start_deadline_s: Seconds = Field(
+        default=120.0, gt=0, description="The same for making and resetting environments."
+    )
 
 
 class Generators(Section):
-    count: int = Field(default=1, ge=0, description="Generator processes that `run` starts.")
-    max_batch_size: int = Field(default=32, ge=1, description="Rows that one inference may hold at most.")
-    max_wait_ms: float = Field(default=5.0, ge=0, description="Age of the oldest request at which a batch is sent.")
-    padded_sizes: list[Annotated[int, Field(ge=1)]] = Field(
+    count: Count = Field(default=1, ge=0, description="Generator processes that `run` starts.")
+    max_batch_size: Count = Field(default=32, ge=1, description="Rows that one inference may hold at most.")
+    max_wait_ms: Milliseconds = Field(
+        default=5.0, ge=0, description="Age of the oldest request at which a batch is sent."
+    )
+    padded_sizes: list[Annotated[Count, Field(ge=1)]] = Field(
         default_factory=list, description="Batch sizes in rows to pad to; max_batch_size is always one of them."
     )
     device: str = Field(default="auto", description="Torch device, or auto: cuda if there is one, else cpu.")
-    threads: int = Field(default=1, ge=1, description="CPU threads of torch in each generator.")
-    batch_deadline_s: float = Field(default=60.0, gt=0, description="A batch older than this counts as hung: restart.")
+    threads: Count = Field(default=1, ge=1, description="CPU threads of torch in each generator.")
+    batch_deadline_s: Seconds = Field(
+        default=60.0, gt=0, description="A batch older than this counts as hung: restart."
+    )
 
 
 class Algorithm(Section):
@@ -113,15 +136,15 @@ class Algorithm(Section):
 
 
 class Trainer(Section):
-    segments_per_update: int = Field(ge=1, description="B: segments that one update consumes.")
+    segments_per_update: Count = Field(ge=1, description="B: segments that one update consumes.")
     update: Literal["buffered", "streaming"] = Field(
         default="buffered", description="streaming: each segment is trained once, when it arrives."
     )
-    epochs: int = Field(default=3, ge=1, description="Passes over the segments of one update; streaming: 1.")
-    minibatch_samples: int = Field(
+    epochs: Count = Field(default=3, ge=1, description="Passes over the segments of one update; streaming: 1.")
+    minibatch_samples: Count = Field(
         default=256, ge=1, description="Chunk steps (of one row) per optimiser step; streaming: per pass."
     )
-    optimiser_steps: int = Field(
+    optimiser_steps: Count = Field(
         default=1,
         ge=1,
         description="Streaming: steps per update, each with an equal share of its segments; with 1 nothing is clipped.",
@@ -129,33 +152,35 @@ class Trainer(Section):
     learning_rate: float = Field(default=2.5e-4, ge=0, description="Adam's learning rate of the policy.")
     value_learning_rate: float = Field(default=2.5e-4, ge=0, description="Adam's learning rate of the value head.")
     max_grad_norm: float = Field(default=0.5, gt=0, description="Gradients are scaled down to this norm.")
-    critic_warmup_updates: int = Field(
+    critic_warmup_updates: Count = Field(
         default=3, ge=0, description="First updates that train only the value head; versions advance."
     )
-    max_skipped_in_a_row: int = Field(default=5, ge=1, description="Skipped updates in a row that end the run.")
-    checkpoint_every: int = Field(default=20, ge=1, description="Updates between checkpoints.")
+    max_skipped_in_a_row: Count = Field(default=5, ge=1, description="Skipped updates in a row that end the run.")
+    checkpoint_every: Count = Field(default=20, ge=1, description="Updates between checkpoints.")
     ack: Literal["update", "checkpoint"] = Field(
         default="update", description="checkpoint: segments are kept until a checkpoint holds what they taught."
     )
-    keep_checkpoints: int = Field(default=3, ge=1, description="Newest checkpoints kept on disk.")
+    keep_checkpoints: Count = Field(default=3, ge=1, description="Newest checkpoints kept on disk.")
     weights_base_every: int = Field(
         default=20, ge=1, le=32, description="Of so many versions one is published full, the others as changes; 1: all."
     )
     device: str = Field(default="auto", description="Torch device, or auto: cuda if there is one, else cpu.")
-    threads: int = Field(default=1, ge=1, description="CPU threads of torch in the trainer.")
+    threads: Count = Field(default=1, ge=1, description="CPU threads of torch in the trainer.")
 
 
 class Flow(Section):
-    max_staleness: int = Field(default=1, ge=0, description="η: versions that a segment's oldest weights may lag.")
-    stale_limit: int | None = Field(
+    max_staleness: Count = Field(default=1, ge=0, description="η: versions that a segment's oldest weights may lag.")
+    stale_limit: Count | None = Field(
         default=None, ge=0, description="Staleness above which a segment is refused. Default: 2η + 2; by ticket η."
     )
     order: Literal["arrival", "ticket"] = Field(
         default="arrival", description="ticket: trained in ticket order, staleness exact; for parity runs."
     )
-    lease_s: float = Field(default=10.0, ge=0.01, description="A dead worker's permits and requests return after this.")
-    reply_deadline_s: float = Field(default=60.0, gt=0, description="A slot asks again after waiting this long.")
-    drain_deadline_s: float = Field(default=30.0, gt=0, description="Time that drained workers have to finish.")
+    lease_s: Seconds = Field(
+        default=10.0, ge=0.01, description="A dead worker's permits and requests return after this."
+    )
+    reply_deadline_s: Seconds = Field(default=60.0, gt=0, description="A slot asks again after waiting this long.")
+    drain_deadline_s: Seconds = Field(default=30.0, gt=0, description="Time that drained workers have to finish.")
 
     @property
     def stale_limit_versions(self) -> int:
@@ -172,36 +197,36 @@ class Broker(Section):
     lane: LaneName = Field(
         default="auto", description="Way of the observation bytes; auto: inline if small, shm on one host, else redis."
     )
-    inline_below_bytes: int = Field(default=32768, ge=0, description="Observations smaller than this travel inline.")
+    inline_below_bytes: Count = Field(default=32768, ge=0, description="Observations smaller than this travel inline.")
 
 
 class Pretrain(Section):
     """Warm start by behaviour cloning, made once per run before the first update. All counts, no wall time."""
 
-    demos: Path | None = Field(default=None, description="File of `vla-stream demos`; default: made on the spot.")
-    episodes: int = Field(default=30, ge=1, description="Demonstrations to collect from the environment's expert.")
+    demos: PlainPath | None = Field(default=None, description="File of `vla-stream demos`; default: made on the spot.")
+    episodes: Count = Field(default=30, ge=1, description="Demonstrations to collect from the environment's expert.")
     action_noise: float = Field(default=0.3, ge=0, description="Noise on executed actions; labels stay clean.")
     seed: int = Field(default=0, ge=0, le=MAX_SEED, description="Seed of the demonstrations, scenes and minibatches.")
-    steps: int = Field(default=400, ge=1, description="Gradient steps of behaviour cloning.")
-    batch: int = Field(default=64, ge=1, description="Samples per gradient step.")
+    steps: Count = Field(default=400, ge=1, description="Gradient steps of behaviour cloning.")
+    batch: Count = Field(default=64, ge=1, description="Samples per gradient step.")
     learning_rate: float = Field(default=1e-3, gt=0, description="AdamW's learning rate of behaviour cloning.")
-    grounding_scenes: int = Field(default=0, ge=0, description="Random scenes for perception pre-training; 0: none.")
-    grounding_steps: int = Field(default=600, ge=0, description="Gradient steps of perception pre-training.")
+    grounding_scenes: Count = Field(default=0, ge=0, description="Random scenes for perception pre-training; 0: none.")
+    grounding_steps: Count = Field(default=600, ge=0, description="Gradient steps of perception pre-training.")
     grounding_learning_rate: float = Field(default=3e-3, gt=0, description="Adam's first learning rate there.")
 
 
 class Evaluation(Section):
-    episodes: int = Field(default=200, ge=0, description="Held-out episodes before and after a run; 0: none.")
+    episodes: Count = Field(default=200, ge=0, description="Held-out episodes before and after a run; 0: none.")
     seed: int = Field(
         default=10_000_000, ge=0, le=MAX_SEED, description="First reset seed; training seeds never meet these."
     )
 
 
 class Config(Section):
-    name: str = Field(default="demo", pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$", description="The run's name.")
+    name: str = Field(default="demo", pattern=RUN_NAME, description="The run's name.")
     seed: int = Field(default=0, ge=0, le=MAX_SEED, description="Seed of resets, sampling noise and minibatch order.")
-    updates: int = Field(default=100, ge=1, description="Updates after which the run is done.")
-    runs_dir: Path = Field(default=Path("runs"), description="Folder that holds runs/<name>/.")
+    updates: Count = Field(default=100, ge=1, description="Updates after which the run is done.")
+    runs_dir: PlainPath = Field(default=Path("runs"), description="Folder that holds runs/<name>/.")
     environment: Environment
     policy: Policy
     simulators: Simulators = Simulators()
@@ -237,10 +262,15 @@ def load(paths: Sequence[Path | str], overrides: Iterable[str] = ()) -> Config:
     if not paths:
         raise InputError("config: no file given, expected at least one, for example configs/quickstart.yaml")
     data: dict[str, Any] = {}
-    for path in paths:
-        _merge(data, _read(Path(path)))
-    for override in overrides:
-        _merge(data, _parse_override(override))
+    try:
+        for path in paths:
+            _merge(data, _read(Path(path)))
+        for override in overrides:
+            _merge(data, _parse_override(override))
+    except RecursionError as exc:
+        raise InputError(
+            "config: a section that holds itself, expected one of finite depth; remove its *alias"
+        ) from exc
     return validate(data, subject=", ".join(str(path) for path in paths))
 
 
@@ -257,7 +287,13 @@ def parse(model: type[Model], data: Mapping[str, Any], prefix: str) -> Model:
     """Plain data as a model, nothing converted. Raises InputError with one line per problem, each after `prefix`."""
     try:
         # As JSON, since only there strictness and lists for tuples, texts for paths go together.
-        return model.model_validate_json(json.dumps(dict(data), default=str), strict=True)
+        text = json.dumps(dict(data), default=str)
+    except (ValueError, TypeError, RecursionError) as exc:
+        raise InputError(
+            f"{prefix}holds what is no plain data ({exc}), expected texts, numbers, lists, sections"
+        ) from exc
+    try:
+        return model.model_validate_json(text, strict=True)
     except ValidationError as exc:
         errors = exc.errors()
         # A misspelt key is both unknown and missing: said once.

@@ -60,7 +60,12 @@ def check_allowed(module: str, subject: str) -> None:
 
 def parse_options(cls: Any, data: Mapping[str, Any], subject: str) -> Any:
     """The class's own Options from a config section. Raises InputError naming the key."""
-    options: type[BaseModel] = cls.Options
+    options = getattr(cls, "Options", None)
+    if not (isinstance(options, type) and issubclass(options, BaseModel)):
+        raise InputError(
+            f"{subject}: {cls!r:.80} has no Options, expected "
+            "a class with its options as a pydantic model, see protocol.py of environments and policies"
+        )
     return parse(options, data, f"{subject}: ")
 
 

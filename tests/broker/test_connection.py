@@ -404,6 +404,9 @@ def test_f09_unknown_host() -> None:
 
 
 def test_unix_sockets_that_are_missing_or_dead(tmp_path: Path) -> None:
+    for url in ("unix://", "unix://?db=0"):
+        with pytest.raises(InputError, match="unix:// lacks the path of the socket, expected unix:///path"):
+            connect(url, name="test")
     assert "no such socket" in complaint(f"unix://{tmp_path}/redis.sock")
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(tmp_path / "s"))

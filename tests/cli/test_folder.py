@@ -87,6 +87,9 @@ def test_resume_beside_a_damaged_config_costs_a_note(config: Config, damage: byt
 def test_nothing_to_resume_is_an_error(config: Config) -> None:
     with pytest.raises(InputError, match="holds no run to resume; start it without --resume"):
         began(config, name="never", resume=True)
+    with pytest.raises(InputError, match=r"^--run: name is 'a\\nb', expected") as caught:
+        began(config, name="a\nb", resume=True)
+    assert "\n" not in str(caught.value)
 
 
 def test_f50_a_folder_in_use_is_refused_until_its_launcher_ends(config: Config) -> None:

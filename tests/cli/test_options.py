@@ -36,6 +36,13 @@ def test_of_several_runs_one_must_be_named(tmp_path: Path) -> None:
     assert find_target("demo-2", None, tmp_path).url == "unix:///b"
 
 
+@pytest.mark.parametrize("name", ["a\nb", "a b", "../x", "", "a\n"])
+def test_a_name_that_no_run_can_have_is_told_in_one_line(name: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"^--run: '.*' is no run's name, expected letters, digits") as caught:
+        find_target(name, "unix:///a", tmp_path)
+    assert "\n" not in str(caught.value)
+
+
 def test_the_flag_comes_before_the_variable_and_the_variable_before_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -186,6 +186,8 @@ def _check_url(url: str, settings: Mapping[str, object]) -> None:
             f"Redis url: got {got}, expected redis:// or rediss:// (TLS) or unix://; "
             "for example redis://:password@host:6379/0"
         )
+    if scheme == "unix" and not urlsplit(url).path:
+        raise InputError("Redis url: unix:// lacks the path of the socket, expected unix:///path/to/redis.sock")
     try:
         redis.ConnectionPool.from_url(url).make_connection()
     except (ValueError, TypeError) as exc:

@@ -40,6 +40,8 @@ class RunFolder:
         Raises InputError: exists, does not exist, in use.
         """
         notes: list[str] = []
+        if name is not None:
+            _renamed(config, name)  # before a path is made of it
         if resume:
             chosen = _to_resume(config, name)
         elif name is None:

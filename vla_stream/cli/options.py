@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +64,8 @@ def config_options(command: Command) -> Command:
 
 def find_target(run: str | None, url: str | None, runs_dir: Path) -> Target:
     """Fill in what was not said, from the environment and from runs/<name>/redis.url. Raises InputError."""
+    from vla_stream.config import RUN_NAME
+
     url = url or os.environ.get(URL_VARIABLE) or None
     if run is None:
         here = sorted(path.parent.name for path in runs_dir.glob(f"*/{URL_FILE}"))
@@ -70,6 +73,8 @@ def find_target(run: str | None, url: str | None, runs_dir: Path) -> Target:
             found = f"{', '.join(here)} run here" if here else f"no run in {runs_dir}/ is alive"
             raise InputError(f"--run: not given and {found}, expected exactly one; give --run NAME")
         run = here[0]
+    if not re.fullmatch(RUN_NAME.removesuffix("$"), run):
+        raise InputError(f"--run: {run!r} is no run's name, expected letters, digits, - and _, at most 64")
     if url is None:
         file = runs_dir / run / URL_FILE
         try:
