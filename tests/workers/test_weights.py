@@ -22,8 +22,6 @@ from vla_stream.streams.keys import Keys
 from vla_stream.streams.weights import CHUNK_BYTES, ENTRIES_KEPT, WeightsManifest
 from workers.weights import Places, WeightsReader, WeightsWriter, to_bytes
 
-EMULATED = {"name": "emulated", "chunk": 2, "options": {"weights_mb": 5}}
-
 
 class Net(nn.Module):
     """What a generator needs of a policy here: 5 MB of bf16, some f32, and an integer buffer."""
@@ -342,6 +340,11 @@ def test_weights_that_are_not_the_policys_are_refused_by_name(bench: Bench) -> N
 # ---- a trainer publishes them
 
 
+def five_mb(run: Run) -> dict[str, Any]:
+    """A policy whose optimiser steps change some of its weights; its devices are this run's own."""
+    return {"name": "emulated", "chunk": 2, "options": {"weights_mb": 5, "folder": str(run.folder)}}
+
+
 def update(bench: Any, trainer: Any) -> WeightsManifest:
     bench.feed(2, trainer.version)
     assert trainer.step(None)
@@ -358,7 +361,7 @@ def newest_of(run: Run, policy: Any) -> tuple[int, dict[str, Tensor]]:
 
 
 def test_a_trainer_publishes_deltas_and_its_successor_begins_with_a_base(make: Make, run: Run) -> None:
-    bench = make(policy=EMULATED, updates=9)
+    bench = make(policy=five_mb(run), updates=9)
     trainer = bench.trainer()
     assert [update(bench, trainer).after for _ in range(2)] == [1, 2]
     version, state = newest_of(run, bench.policy)
@@ -375,7 +378,7 @@ def test_a_trainer_publishes_deltas_and_its_successor_begins_with_a_base(make: M
 
 @pytest.mark.parametrize("harm", ["the stream", "a chunk of the base", "a delta"])
 def test_f44_weights_that_no_generator_could_load_any_more_are_published_anew(make: Make, run: Run, harm: str) -> None:
-    bench = make(policy=EMULATED, updates=9, flow={"lease_s": 0.05})
+    bench = make(policy=five_mb(run), updates=9, flow={"lease_s": 0.05})
     trainer = bench.trainer()
     last = update(bench, trainer)
     run.client.delete(
@@ -397,7 +400,7 @@ def test_f44_weights_that_no_generator_could_load_any_more_are_published_anew(ma
 
 
 def test_a_trainer_that_was_replaced_does_not_mend_weights(make: Make, run: Run) -> None:
-    bench = make(policy=EMULATED, flow={"lease_s": 0.05})
+    bench = make(policy=five_mb(run), flow={"lease_s": 0.05})
     replaced = bench.trainer()
     successor = bench.trainer()
     run.client.delete(run.keys.weights, run.keys.weight_chunk(1, 1, 0))
