@@ -22,17 +22,19 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from vla_stream.broker.complaints import Garbled
 from vla_stream.broker.connection import OUT_OF_MEMORY, Client, ResponseError, connect
-from vla_stream.broker.scripts import MAX_ATTEMPTS
+from vla_stream.broker.scripts import MAX_ATTEMPTS, Script
 from vla_stream.broker.server import EmbeddedServer
 from vla_stream.config import validate
 from vla_stream.environments.protocol import Specification
-from vla_stream.errors import BadMessage, Expired, InputError
+from vla_stream.errors import Expired, InputError
 from vla_stream.flow import Consumed, Flow, LastSeen, Permit
 from vla_stream.streams.keys import TRAINERS, Keys
 
 B = 4
 LEASE_S = 60.0
+BROKEN = Script("broken", "return redis.call('GET')")
 WEIGHTS = {b"version": b"0"}
 
 
@@ -134,7 +136,7 @@ def test_the_state_of_a_run_is_what_its_parts_made_of_it(client: Client, run_nam
 
 def test_f27_a_foreign_desired_state_is_named(flow: Flow) -> None:
     flow.client.hset(flow.keys.flow, "desired", "dancing")
-    with pytest.raises(BadMessage, match="desired is 'dancing', expected one of running, paused, draining, stopped"):
+    with pytest.raises(Garbled, match="desired is 'dancing', expected one of running, paused, draining, stopped"):
         flow.state()
 
 
@@ -182,7 +184,7 @@ def test_the_lane_of_a_run_survives_its_server(flow: Flow) -> None:
 @pytest.mark.parametrize(("field", "value"), [("lane", "tcp"), ("shm_token", "/../../home")])
 def test_f27_a_foreign_lane_or_folder_is_named_and_not_used(flow: Flow, field: str, value: str) -> None:
     flow.client.hset(flow.keys.flow, field, value)
-    with pytest.raises(BadMessage, match=f"{field} is '{value}', expected "):
+    with pytest.raises(Garbled, match=f"{field} is '{value}', expected "):
         flow.shm_folder()
 
 
@@ -437,11 +439,52 @@ def test_the_answer_to_publish_changes_no_counter(flow: Flow) -> None:
 
 def test_f27_garbage_in_a_field_is_named(flow: Flow) -> None:
     flow.client.hset(flow.keys.books, "trained", "abc")
-    with pytest.raises(BadMessage, match="field trained is 'abc', expected a number"):
+    with pytest.raises(Garbled, match="field trained is 'abc', expected a number"):
         flow.books()
     flow.client.hset(flow.keys.flow, "update", "x")
-    with pytest.raises(BadMessage, match="field update is 'x', expected a number"):
+    with pytest.raises(Garbled, match="field update is 'x', expected a number"):
         flow.state()
+
+
+DAMAGE = [
+    *[("flow", name, "x") for name in ("desired", "lane", "shm_token", "specification", "update", "version", "epoch")],
+    *[("flow", name, "x") for name in ("first_version", "segments_per_update", "max_staleness", "hold_until_ms")],
+    *[("flow", name, value) for name in ("version", "next_ticket") for value in (30 * "9", "1e30", "-5", "", "\xff")],
+    *[("books", name, value) for name in ("started", "trained") for value in ("x", "1.5", 30 * "9")],
+]
+
+
+@pytest.mark.parametrize(("key", "field", "value"), DAMAGE)
+def test_f27_a_field_that_somebody_wrote_over_is_waited_for_until_the_flow_goes_and_is_made_anew(
+    flow: Flow, key: str, field: str, value: str
+) -> None:
+    consumed = publish(flow, grant(flow, B))
+    state, config = flow.state(), flow.config()
+    assert state is not None and flow.remove_strangers() == []
+    last = LastSeen(state, flow.books())
+    damaged = getattr(flow.keys, key)
+    flow.client.hset(damaged, field, value.encode("latin-1"))
+    # Whatever each of these does meanwhile, it says nothing that would end its caller.
+    with contextlib.suppress(Garbled):
+        granted = flow.grant(1, LEASE_S)
+        flow.abort([permit.member for permit in granted if isinstance(permit, Permit)])
+    with contextlib.suppress(Garbled):
+        flow.refuse(1, "1-1", "poisoned")
+    with contextlib.suppress(Garbled):
+        commit(flow, consumed)
+    (told,) = flow.remove_strangers()
+    assert told.startswith(f"{damaged}: field {field} is ") and told.endswith("somebody else wrote it; removed")
+    assert flow.state() is None and flow.create(config, last) and flow.remove_strangers() == []
+    books = flow.books()
+    assert (books.in_flight, books.balance) == (0, 0)
+
+
+def test_an_error_of_a_script_is_waited_for_where_the_flow_was_just_removed_and_else_not(flow: Flow) -> None:
+    with pytest.raises(ResponseError, match=r"(?i)wrong number"):
+        flow._call(BROKEN, [flow.keys.flow], [])
+    flow.client.delete(flow.keys.flow)
+    with pytest.raises(Garbled, match="removed, and not yet made anew"):
+        flow._call(BROKEN, [flow.keys.flow], [])
 
 
 def test_f10_a_flow_that_somebody_deleted_is_made_again_and_its_books_balance(flow: Flow, run_name: str) -> None:

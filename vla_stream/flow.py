@@ -1,7 +1,8 @@
 """Flow control: the life of a run, its tickets and permits, and its books (DESIGN §5).
 
 Every change is one atomic script (broker/scripts.py); this module gives them names and types. All calls may raise what
-broker/connection.py lists as UNREACHABLE.
+broker/connection.py lists as UNREACHABLE; and Garbled, which is waited for in the same way, where somebody else wrote
+into a field of the `flow` or `books` hash.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from vla_stream.broker import scripts
-from vla_stream.broker.connection import OUT_OF_MEMORY, Client
+from vla_stream.broker.complaints import Garbled, not_stored, refused
+from vla_stream.broker.connection import OUT_OF_MEMORY, Client, ResponseError
 from vla_stream.broker.lanes import shm_folder
 from vla_stream.broker.scripts import Script, Scripts
-from vla_stream.config import Config, LaneName, validate
+from vla_stream.config import MAX_NUMBER, Config, LaneName, validate
 from vla_stream.environments.protocol import Specification
-from vla_stream.errors import BadMessage, Expired, InputError
+from vla_stream.errors import BadMessage, Expired, InputError, VlaStreamError
 from vla_stream.streams.keys import TRAINERS, Keys
 from vla_stream.streams.specification import specification_from_json, specification_to_json
 from vla_stream.streams.trajectories import parse_member
@@ -30,6 +32,9 @@ Desired = Literal["running", "paused", "draining", "stopped"]
 DESIRED: tuple[Desired, ...] = ("running", "paused", "draining", "stopped")
 LANES: tuple[LaneName, ...] = get_args(LaneName)
 SHM_TOKEN = re.compile(r"([0-9a-f]{8})?")
+NUMBER = re.compile(r"-?[0-9]{1,15}")  # as scripts write it and read it
+STATE_NUMBERS = ("update", "version", "first_version", "epoch", "next_ticket")
+ADMISSION_NUMBERS = ("segments_per_update", "max_staleness")
 CONTROL_KEPT = 1000
 TICKETS_JUMPED = 100_000
 EPOCHS_JUMPED = 1000
@@ -164,24 +169,28 @@ class Flow:
     def state(self) -> FlowState | None:
         """None when there is no such run on this server (not yet, or flushed)."""
         found: Any = self.client.hgetall(self.keys.flow)
-        raw = {name.decode(): value.decode() for name, value in found.items()}
+        return self._parse_state(_texts(found))
+
+    def _parse_state(self, raw: Mapping[str, str]) -> FlowState | None:
         desired = raw.get("desired")
         if desired is None:
             return None
         if desired not in DESIRED:
-            raise BadMessage(f"{self.keys.flow}: desired is {desired!r}, expected one of {', '.join(DESIRED)}")
-        names = ("update", "version", "first_version", "epoch", "next_ticket")
-        numbers = {name: _number(self.keys.flow, name, raw.get(name, "0")) for name in names}
+            raise self._garbled("desired", desired, f"one of {', '.join(DESIRED)}")
+        numbers = {name: _number(self.keys.flow, name, raw.get(name, "0")) for name in STATE_NUMBERS}
         token, lane = raw.get("shm_token", ""), raw.get("lane", "auto")
         # The token becomes a part of a folder's name, in which files are removed.
         if not SHM_TOKEN.fullmatch(token):
-            raise BadMessage(f"{self.keys.flow}: shm_token is {token[:40]!r}, expected 8 hexadecimal digits")
+            raise self._garbled("shm_token", token, "8 hexadecimal digits")
         if lane not in LANES:
-            raise BadMessage(f"{self.keys.flow}: lane is {lane[:40]!r}, expected one of {', '.join(LANES)}")
+            raise self._garbled("lane", lane, f"one of {', '.join(LANES)}")
         generation, reader = raw.get("generation", ""), raw.get("remote_reader", "")
         return FlowState(
             desired=desired, generation=generation, shm_token=token, lane=lane, remote_reader=reader, **numbers
         )
+
+    def _garbled(self, field: str, text: str, expected: str) -> Garbled:
+        return _garbled(self.keys.flow, field, text, expected)
 
     def config(self) -> Config:
         """The run's resolved config, checked as if it were a file. Raises InputError when there is no such run."""
@@ -215,7 +224,13 @@ class Flow:
     def specification(self) -> Specification | None:
         """The shapes that the first simulator announced, or None as long as there was none."""
         raw: Any = self.client.hget(self.keys.flow, "specification")
-        return None if raw is None else specification_from_json(bytes(raw).decode(errors="replace"))
+        return None if raw is None else self._parse_specification(bytes(raw).decode(errors="replace"))
+
+    def _parse_specification(self, text: str) -> Specification:
+        try:
+            return specification_from_json(text)
+        except BadMessage as exc:
+            raise self._garbled("specification", text, "shapes as simulators announce them") from exc
 
     def shm_folder(self) -> Path:
         """The run's folder in /dev/shm, on whichever host this is. Raises InputError when there is no such run."""
@@ -230,9 +245,11 @@ class Flow:
         """Say, as a simulator, what the environments' shapes are. Raises InputError when the run has others (F45)."""
         ours = specification_to_json(specification)
         theirs = self._call(scripts.ANNOUNCE, [self.keys.flow], ["specification", ours])
-        if isinstance(theirs, bytes) and theirs.decode() != ours:
+        if isinstance(theirs, bytes) and theirs != ours.encode():
+            first = theirs.decode(errors="replace")
+            self._parse_specification(first)
             raise InputError(
-                f"run {self.keys.run}: this simulator's shapes are {ours}, expected {theirs.decode()} as its first; "
+                f"run {self.keys.run}: this simulator's shapes are {ours}, expected {first} as its first; "
                 "attach simulators of the same observation and action shapes"
             )
 
@@ -243,11 +260,17 @@ class Flow:
         keys = [k.flow, k.permits, k.published, k.kept, k.refunded, k.books]
         reply = self._call(scripts.GRANT, keys, [wanted, int(lease_s * 1000), int(all_or_none)])
         if isinstance(reply, bytes):
-            return reply.decode()
-        return [
-            Permit(*parse_member(member.decode()), int(low), lane.decode(), reader.decode())
-            for member, low, lane, reader in reply
-        ]
+            return reply.decode(errors="replace")
+        return [self._parse_permit(*(part.decode(errors="replace") for part in parts)) for parts in reply]
+
+    def _parse_permit(self, member: str, min_version: str, lane: str, remote_reader: str) -> Permit:
+        if lane not in LANES:
+            raise self._garbled("lane", lane, f"one of {', '.join(LANES)}")
+        try:
+            ticket, attempt = parse_member(member)
+        except BadMessage as exc:
+            raise self._garbled("next_ticket", member, "a number") from exc
+        return Permit(ticket, attempt, _number(self.keys.flow, "version", min_version), lane, remote_reader)
 
     def register(self, generation: str, members: Sequence[str], lease_s: float) -> int:
         """Segments in the making when the server lost everything go on under their old permits; returns how many:
@@ -292,7 +315,7 @@ class Flow:
         entry. Raises Expired when a newer trainer took over."""
         answer = self._call(scripts.REFUSE, self._published_keys(), [epoch, TRAINERS, counter, entry])
         if answer == b"fenced":
-            raise Expired(f"trainer of epoch {epoch} was replaced by a newer one")
+            raise self._fenced(f"trainer of epoch {epoch} was replaced by a newer one")
         return bool(answer == b"refused")
 
     def miss(self, epoch: int, taken: Collection[str]) -> list[str]:
@@ -328,7 +351,7 @@ class Flow:
         flat = _flat(manifest)
         answer = self._call(scripts.COMMIT, keys, [*fixed, *pairs, *flat])
         if answer == b"fenced":
-            raise Expired(
+            raise self._fenced(
                 f"trainer of epoch {epoch} was replaced by a newer one; its update {expected_update + 1} is void"
             )
         if answer == b"missing":
@@ -357,15 +380,19 @@ class Flow:
         arguments = [epoch, update, version, ENTRIES_KEPT, *counters, *_flat(manifest)]
         answer = self._call(scripts.RESUME, self._trained_keys(), arguments)
         if answer != b"resumed":
-            raise Expired(f"run {self.keys.run}: another trainer took over while this one started")
+            raise self._fenced(f"run {self.keys.run}: another trainer took over while this one started")
+
+    def _fenced(self, sentence: str) -> VlaStreamError:
+        """A damaged epoch or update fences too; but then nobody took over."""
+        return self._damage() or Expired(sentence)
 
     # ---- people
 
     def remove_strangers(self) -> list[str]:
         """Remove keys of the run that hold another type than ours, as after somebody's SET; one sentence for each.
 
-        The streams are made again by those who use them. Where a set or a counter was lost the flow goes too, so that
-        it is made again as a whole (see `create`), and its books count what that cost.
+        The streams are made again by those who use them. Where a set or a counter was lost, or a field was written
+        over, the flow goes too, so that it is made again as a whole (see `create`), and its books count what that cost.
         """
         types = self.keys.types
         found = self._send(lambda pipe: [pipe.type(key) for key in types], transaction=False)
@@ -375,7 +402,32 @@ class Flow:
             self.client.unlink(self.keys.flow)
         if strange:
             self.client.unlink(*strange)
-        return [f"{key}: somebody wrote a {got}, expected our {types[key]}; removed" for key, got in strange.items()]
+        told = [f"{key}: somebody wrote a {got}, expected our {types[key]}; removed" for key, got in strange.items()]
+        if self.keys.flow not in strange and self.keys.books not in strange:
+            damage = self._damage()
+            if damage is not None:
+                self.client.unlink(self.keys.flow)
+                told.append(f"{damage}; removed")
+        return told
+
+    def _damage(self) -> Garbled | None:
+        """What is wrong with the fields of `flow` or `books`; None where all are ours, or there is no flow."""
+        found, counters = self._send(
+            lambda pipe: pipe.hgetall(self.keys.flow).hgetall(self.keys.books), transaction=False
+        )
+        raw = _texts(found)
+        try:
+            if raw and self._parse_state(raw) is None:
+                raise self._garbled("desired", "", f"one of {', '.join(DESIRED)}")
+            for name in (*STATE_NUMBERS, *ADMISSION_NUMBERS) if raw else ():
+                _number(self.keys.flow, name, raw.get(name, ""))
+            _number(self.keys.flow, "hold_until_ms", raw.get("hold_until_ms", "0"), high=10 * MAX_NUMBER)
+            if "specification" in raw:
+                self._parse_specification(raw["specification"])
+            self._counters(counters)
+        except Garbled as exc:
+            return exc
+        return None
 
     def books(self) -> Books:
         """All counters, and what is in flight, read in one transaction."""
@@ -383,9 +435,14 @@ class Flow:
         raw, permits, published = self._together(
             lambda pipe: pipe.hgetall(keys.books).zcard(keys.permits).zcard(keys.published)
         )
-        counters = {name.decode(): _number(keys.books, name.decode(), value.decode()) for name, value in raw.items()}
+        counters = self._counters(raw)
         outcomes = {name: counters.get(name, 0) for name in OUTCOMES}
         return Books(counters.get("started", 0), permits + published, outcomes, counters.get("given_up", 0))
+
+    def _counters(self, found: Mapping[bytes, bytes]) -> dict[str, int]:
+        raw = _texts(found)
+        names = [name for name in ("started", "given_up", *OUTCOMES) if name in raw]
+        return {name: _number(self.keys.books, name, raw[name], low=-MAX_NUMBER) for name in names}
 
     def permits(self) -> set[str]:
         """`<ticket>.<attempt>` of all segments in the making."""
@@ -425,14 +482,30 @@ class Flow:
         )
 
     def _call(self, script: Script, keys: Sequence[str], arguments: Sequence[object]) -> Any:
-        return self.scripts.call(script, keys, arguments)
+        try:
+            return self.scripts.call(script, keys, arguments)
+        except ResponseError as exc:
+            if refused(exc) or not_stored(exc):
+                raise
+            # A script stumbles over fields of others, each in words of its own.
+            damage = self._damage()
+            if damage is None and self.client.exists(self.keys.flow):
+                raise
+            raise damage or Garbled(f"{self.keys.flow}: removed, and not yet made anew") from exc
 
 
-def _number(key: str, field: str, text: str) -> int:
-    try:
-        return int(text)
-    except ValueError as exc:
-        raise BadMessage(f"{key}: field {field} is {text[:40]!r}, expected a number; somebody else wrote it") from exc
+def _texts(found: Mapping[bytes, bytes]) -> dict[str, str]:
+    return {name.decode(errors="replace"): value.decode(errors="replace") for name, value in found.items()}
+
+
+def _number(key: str, field: str, text: str, low: int = 0, high: int = MAX_NUMBER) -> int:
+    if not NUMBER.fullmatch(text) or not low <= int(text) <= high:
+        raise _garbled(key, field, text, f"a number from {low} to {high}")
+    return int(text)
+
+
+def _garbled(key: str, field: str, text: str, expected: str) -> Garbled:
+    return Garbled(f"{key}: field {field} is {text[:40]!r}, expected {expected}; somebody else wrote it")
 
 
 def _flat(fields: Mapping[Any, object]) -> list[object]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from vla_stream.broker.complaints import Garbled
 from vla_stream.broker.connection import UNREACHABLE, Client, ResponseError, connect
 from vla_stream.cli import samples
 from vla_stream.flow import Flow, FlowState
@@ -240,6 +241,42 @@ def test_f27_a_key_of_another_type_in_place_of_any_of_ours_costs_what_it_held_an
     process.send_signal(signal.SIGINT)
     shown, _ = process.communicate(timeout=60)
     assert f"{keys.weights}: somebody wrote a string, expected our stream; removed" in shown
+    books = next(r for r in reversed(samples.load(shell.folder / "runs" / run_name / "metrics.jsonl"))
+                 if r["kind"] == "books")  # fmt: skip
+    assert books["balance"] == 0, books
+
+
+@pytest.mark.timeout(180)
+def test_f27_a_field_of_the_flow_or_the_books_that_somebody_writes_over_costs_what_was_in_flight_and_not_the_run(
+    shell: Shell, run_name: str, redis_url: str, client: Client
+) -> None:
+    flow, keys = Flow(client, Keys(run_name)), Keys(run_name)
+    settings = ["--set", "flow.lease_s=1", "--set", "flow.reply_deadline_s=1", "--set", "evaluation.episodes=0"]
+    where = ["--run", run_name, "--redis", redis_url]
+    process = shell.start("run", "mini.yaml", *where, "--updates", "100000", *settings)
+
+    def update() -> int:
+        try:
+            state = flow.state()
+        except Garbled:
+            return 0
+        return 0 if state is None else state.update
+
+    wait_for(lambda: update() >= 2, "two updates")
+    before = {worker.id: worker.pid for worker in presence.alive(client, keys)}
+    damage = {keys.flow: ["update", "version", "epoch", "desired", "lane", "shm_token", "segments_per_update",
+                          "specification"], keys.books: ["trained", "started"]}  # fmt: skip
+    for key, field in [(key, field) for key, fields in damage.items() for field in fields]:
+        start = update()
+        value = 30 * "9" if field == "version" else "x"
+        client.hset(key, field, value)
+        wait_for(lambda: client.hget(key, field) != value.encode(), f"no foreign {field}")  # noqa: B023
+        wait_for(lambda: update() > start + 1, f"updates after {field} was overwritten")  # noqa: B023
+    assert {worker.id: worker.pid for worker in presence.alive(client, keys)} == before, "nobody was restarted"
+    process.send_signal(signal.SIGINT)
+    shown, _ = process.communicate(timeout=60)
+    assert f"{keys.flow}: field update is 'x', expected a number from 0 to" in shown
+    assert "somebody else wrote it; removed" in shown
     books = next(r for r in reversed(samples.load(shell.folder / "runs" / run_name / "metrics.jsonl"))
                  if r["kind"] == "books")  # fmt: skip
     assert books["balance"] == 0, books

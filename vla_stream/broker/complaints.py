@@ -16,13 +16,14 @@ from urllib.parse import unquote, urlsplit
 import redis
 from redis.exceptions import AuthenticationError, InvalidResponse, NoPermissionError, OutOfMemoryError, ResponseError
 
-from vla_stream.errors import InputError
+from vla_stream.errors import InputError, VlaStreamError
 
 __all__ = [
     "CUT_OFF",
     "OOM",
     "PLAIN_PORT",
     "PROBE_TIMEOUT_S",
+    "Garbled",
     "explain",
     "not_stored",
     "plain_greeting",
@@ -49,6 +50,11 @@ PLAIN_PORT = "does not speak TLS there, but the url says rediss://; use redis://
 TLS_PORT = "speaks TLS there, but the url says redis://; use rediss://, or give the server's plain port"
 
 
+class Garbled(VlaStreamError, ResponseError):
+    """A field of a key of ours that somebody else wrote. An error of the server as a key of another type is one: it is
+    met where any command is, and it helps to wait until the launcher has made the key anew (see `wrong_type`)."""
+
+
 def explain(exc: BaseException, url: str) -> InputError:
     """The one line that tells a person what is wrong with `url` and what to do. It never holds the password."""
     return InputError(f"Redis at {without_secrets(url)}: {_diagnosis(exc, url)}")
@@ -62,8 +68,9 @@ def refused(exc: BaseException) -> bool:
 
 
 def wrong_type(exc: BaseException) -> bool:
-    """Whether a key holds another type than ours, as after somebody's SET: it helps to wait until it is removed."""
-    return isinstance(exc, ResponseError) and "WRONGTYPE" in str(exc)
+    """Whether a key holds another type than ours, as after somebody's SET, or fields of others: it helps to wait until
+    it is removed."""
+    return isinstance(exc, Garbled) or (isinstance(exc, ResponseError) and "WRONGTYPE" in str(exc))
 
 
 def not_stored(exc: BaseException) -> bool:
@@ -104,6 +111,8 @@ def _chain(exc: BaseException | None) -> Iterator[BaseException]:
 
 
 def _diagnosis(exc: BaseException, url: str) -> str:
+    if isinstance(exc, Garbled):
+        return str(exc)
     causes = list(_chain(exc))
     # str, not repr: redis-py 8's repr hides the message.
     text = " ".join(str(cause) for cause in causes)
