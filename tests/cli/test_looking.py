@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +18,7 @@ from vla_stream.streams.keys import Keys
 from vla_stream.streams.notices import sample, say
 from vla_stream.streams.obs_requests import ObsRequest, RequestId
 from vla_stream.streams.observations import pack_observations
+from vla_stream.streams.presence import process_fields
 
 RED, BLUE = (200, 10, 10), (10, 10, 200)
 
@@ -80,7 +80,8 @@ def test_status_shows_workers_queues_and_books(
 def test_a_worker_of_this_host_whose_process_is_gone_is_not_shown(
     client: Client, keys: Keys, where: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    client.hset(keys.worker("simulator-0"), mapping={"host": socket.gethostname(), "pid": 2**22 + 1})
+    about = {**process_fields(), "pid": 2**22 + 1}
+    client.hset(keys.worker("simulator-0"), mapping=about)
     assert call(["status", *where, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["workers"] == []
 

@@ -144,9 +144,10 @@ def test_a_real_update_takes_its_time_moves_the_policy_and_changes_a_share_of_th
     trainer = config.Trainer(segments_per_update=2, epochs=1, minibatch_samples=6, critic_warmup_updates=0)
     learner = Learner(policy, config.Algorithm(), trainer, seed=0)
     before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
-    prepared = [learner.prepare(_segment(policy, ticket)) for ticket in range(2)]
-    slept.clear()
-    result = learner.update(prepared, version=1)
+    for ticket in range(2):
+        learner.add(_segment(policy, ticket))
+    assert slept == [], "a pass without gradients costs nothing"
+    result = learner.finish(version=1)
     assert result.skipped is None and (result.samples, result.metrics["optimiser_steps"]) == (12, 2)
     assert slept == [("1", 30.0), ("1", 20.0)] * 2
     after = policy.state_dict()
