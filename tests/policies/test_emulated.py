@@ -146,7 +146,8 @@ def test_a_real_update_takes_its_time_moves_the_policy_and_changes_a_share_of_th
     before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
     for ticket in range(2):
         learner.add(_segment(policy, ticket))
-    assert slept == [], "a pass without gradients costs nothing"
+    assert sum(milliseconds for _, milliseconds in slept) == 0, "a pass without gradients costs nothing"
+    slept.clear()
     result = learner.finish(version=1)
     assert result.skipped is None and (result.samples, result.metrics["optimiser_steps"]) == (12, 2)
     assert slept == [("1", 30.0), ("1", 20.0)] * 2

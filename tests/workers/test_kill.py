@@ -18,6 +18,7 @@ from workers.supervisor import Notice, Supervisor
 
 DEADLINE_S = 50.0
 LEASE_S = 2.0
+BUSY_MS = 4000  # on a busy machine nobody asks for some time
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -123,9 +124,12 @@ def test_the_tickets_of_a_killed_simulator_are_given_out_again_within_two_leases
     permits = bench.run.keys.permits
     bench.until(lambda: bench.update() >= 2 and bench.run.flow.permits() == 4)
     bench.kill("simulator-0")
-    killed_s, held = time.monotonic(), set(bench.run.client.zrange(permits, 0, -1))
-    bench.until(lambda: not held & set(bench.run.client.zrange(permits, 0, -1)))
-    assert time.monotonic() - killed_s < 2 * LEASE_S
+    killed_ms = bench.run.client.time()[0] * 1000
+    held = dict(bench.run.client.zrange(permits, 0, -1, withscores=True))
+    # By the server's clock: when they run out, whoever asks for a permit next is given them.
+    assert max(held.values()) < killed_ms + 1000 + LEASE_S * 1000
+    bench.until(lambda: not set(held) & set(bench.run.client.zrange(permits, 0, -1)))
+    assert bench.run.client.time()[0] * 1000 < killed_ms + 2000 * LEASE_S + BUSY_MS
     outcomes = bench.run.flow.books().outcomes
     assert outcomes["expired"] > 0 and bench.run.flow.books().balance == 0
     bench.until(lambda: bench.run.client.zcard(bench.run.keys.refunded) == 0)
