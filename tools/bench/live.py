@@ -100,7 +100,8 @@ def measure(
     """Run a config for `warm_up` + `updates` updates. Raises Interrupted, RunFailed, InputError."""
     with scratch_folder() as scratch:
         over = scratch / "mode.yaml"
-        over.write_text(yaml.safe_dump({**overlay, "updates": warm_up + updates, "runs_dir": str(scratch / "runs")}))
+        settled = {name: _with_own_devices(section, scratch) for name, section in overlay.items()}
+        over.write_text(yaml.safe_dump({**settled, "updates": warm_up + updates, "runs_dir": str(scratch / "runs")}))
         config = settings.load([*files, over], overrides)
         folder = RunFolder.open(config, name=None, resume=False)
         quiet = _Quiet()
@@ -116,6 +117,16 @@ def measure(
         finally:
             folder.close()
         return _evaluate(samples.load(folder.path / METRICS_FILE), window, warm_up)
+
+
+def _with_own_devices(section: Any, scratch: Path) -> Any:
+    """Emulated devices of this run alone: others may use the same names at the same time."""
+    options = section.get("options", {}) if isinstance(section, Mapping) else {}
+    if "devices" not in options:
+        return section
+    folder = scratch / "devices"
+    folder.mkdir(exist_ok=True)
+    return {**section, "options": {**options, "folder": str(folder)}}
 
 
 @dataclass(slots=True)
