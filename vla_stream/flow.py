@@ -135,7 +135,6 @@ class Flow:
             "first_version": 0,
             "epoch": 0,
             "next_ticket": 0,
-            "target_updates": config.updates,
             "generation": secrets.token_hex(8),
             "shm_token": secrets.token_hex(4),
             "lane": config.broker.lane,

@@ -42,7 +42,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Requests for one inference, collated and padded. size: rows with padding."""
+    """Requests for one inference, collated and padded. rows: without padding."""
 
     works: list[Work]
     observations: Observations

@@ -110,6 +110,9 @@ class Simulator:
 
     def step(self, replies: list[Entry]) -> bool:
         """Do all that can be done now; True when anything moved."""
+        # First of all, else what is finished would be published under a permit that the server has lost.
+        if self.worker.generation != self._generation:
+            self._register_anew()
         moved = self._take_replies(replies)
         for batch in self.batches:
             moved |= self._poll_host(batch)
@@ -325,8 +328,6 @@ class Simulator:
 
     def _renew_and_ask_again(self) -> None:
         now_s = time.monotonic()
-        if self.worker.generation != self._generation:
-            self._register_anew()
         if now_s < self._next_renewal_s:
             return
         active = {s.permit.member: s for b in self.batches for s in b.active if s.permit is not None}

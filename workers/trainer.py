@@ -452,8 +452,9 @@ class Trainer:
             self.worker.say("checkpoint", f"{self.folder}: old ones not removed ({exc.strerror or exc}); remove them")
         if self._kept:
             # A crash here leaves them to the next trainer, whose `resume` sees that this checkpoint holds them.
-            self.worker.patiently(lambda: self.flow.release(self.epoch, self.update))
-            for trajectory in self._kept.values():
+            released = self.worker.patiently(lambda: self.flow.release(self.epoch, self.update))
+            # None of them: another trainer has taken over, and they may be its own.
+            for trajectory in self._kept.values() if released else ():
                 with contextlib.suppress(*UNREACHABLE):
                     self._remove_payloads(trajectory)
             self._kept.clear()
