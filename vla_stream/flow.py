@@ -24,6 +24,7 @@ from vla_stream.config import MAX_NUMBER, Config, LaneName, validate
 from vla_stream.environments.protocol import Specification
 from vla_stream.errors import BadMessage, Expired, InputError, VlaStreamError
 from vla_stream.streams.keys import TRAINERS, Keys
+from vla_stream.streams.notices import CONTROL_KEPT
 from vla_stream.streams.specification import specification_from_json, specification_to_json
 from vla_stream.streams.trajectories import parse_member
 from vla_stream.streams.weights import ENTRIES_KEPT
@@ -35,7 +36,6 @@ SHM_TOKEN = re.compile(r"([0-9a-f]{8})?")
 NUMBER = re.compile(r"-?[0-9]{1,15}")  # as scripts write it and read it
 STATE_NUMBERS = ("update", "version", "first_version", "epoch", "next_ticket")
 ADMISSION_NUMBERS = ("segments_per_update", "max_staleness")
-CONTROL_KEPT = 1000
 TICKETS_JUMPED = 100_000
 EPOCHS_JUMPED = 1000
 # What can become of a segment that was started; together with those in flight they balance `started`.
@@ -312,10 +312,16 @@ class Flow:
         """An entry of `trajectories` is not trained: remove it, count it, give its ticket out again (unless it was
         lost with the server: then it was trained before). False when it was no published segment, but somebody else's
         entry. Raises Expired when a newer trainer took over."""
-        answer = self._call(scripts.REFUSE, self._published_keys(), [epoch, TRAINERS, counter, entry])
+        return entry in self.refuse_all(epoch, [entry], counter)
+
+    def refuse_all(
+        self, epoch: int, entries: Sequence[str], counter: Literal["refused", "poisoned", "lost_with_server"]
+    ) -> set[str]:
+        """The same for some entries at once; returns those that were published segments."""
+        answer = self._call(scripts.REFUSE, self._published_keys(), [epoch, TRAINERS, counter, *entries])
         if answer == b"fenced":
             raise self._fenced(f"trainer of epoch {epoch} was replaced by a newer one")
-        return bool(answer == b"refused")
+        return set() if answer == b"missing" else {entry.decode() for entry in answer}
 
     def miss(self, epoch: int, taken: Collection[str]) -> list[str]:
         """Published segments whose entry is gone from the stream, except those that the trainer has taken: counted as

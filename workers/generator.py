@@ -113,7 +113,7 @@ class Generator:
             raise RunFailed(f"inference fails again and again, last: {cause}") from cause
         traceback.print_exception(cause)
         (work,), reason = batch.works, f"inference failed: {type(cause).__name__}: {cause}"
-        self.worker.patiently(lambda: self.worker.bury(self.collector.queue.stream, work.entry, reason))
+        self.worker.patiently(lambda: self.worker.bury(self.collector.queue.stream, [(work.entry, reason)]))
         return [(work.entry, ActionReply(work.request.id, self.version, self.digest, None, reason[:1000]))]
 
     def swap(self, min_version: int) -> None:

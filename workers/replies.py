@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from multiprocessing.connection import Connection
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue
 
 from vla_stream.broker.complaints import not_stored, wrong_type
 from vla_stream.broker.connection import UNREACHABLE, Client, ResponseError
@@ -64,7 +64,8 @@ class ReplyThread:
     def __init__(self, replies: Replies) -> None:
         self._replies = replies
         self._error: Exception | None = None
-        self._queue: SimpleQueue[Entry] = SimpleQueue()
+        # Bounded: what the main loop is slow to take stays on the server.
+        self._queue: Queue[Entry] = Queue(maxsize=REPLIES_AT_ONCE)
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         self._waker, self.waitable = theirs, Connection(ours.detach())
@@ -96,6 +97,8 @@ class ReplyThread:
                     time.sleep(0.2)
                     continue
                 for reply in replies:
+                    if self._queue.full():
+                        self._waker.send(b"!")
                     self._queue.put(reply)
                 if replies:
                     self._waker.send(b"!")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +13,7 @@ from vla_stream import seeds
 from vla_stream.batching import Batcher, padded_size
 from vla_stream.broker.connection import OUT_OF_MEMORY, Client, ServerClock
 from vla_stream.broker.lanes import PayloadReader
-from vla_stream.broker.queue import Entry, WorkQueue
+from vla_stream.broker.queue import GARBAGE_AT_ONCE, Entry, WorkQueue
 from vla_stream.broker.scripts import ANSWER, Scripts
 from vla_stream.config import Config
 from vla_stream.environments.protocol import Observations
@@ -81,8 +81,7 @@ class Collector:
 
     def recover(self) -> None:
         """At start and after each reconnect: the group, and what an earlier life or a lost reply left to us (F03)."""
-        for entry in self.queue.recover():
-            self._add(entry)
+        self._add_all(self.queue.recover())
 
     def release(self, answers: Answers) -> None:
         """Their replies are published and they are acknowledged."""
@@ -94,8 +93,7 @@ class Collector:
         now_s = time.monotonic()
         if now_s >= self._next_take_over_s:
             self._next_take_over_s = now_s + self.config.flow.lease_s / 2
-            for entry in self.queue.take_over(TAKEN_OVER_AT_ONCE):
-                self._add(entry)
+            self._add_all(self.queue.take_over(TAKEN_OVER_AT_ONCE))
         if now_s >= self._next_sweep_s:
             self._next_sweep_s = now_s + SWEEP_S
             self.queue.sweep_consumers(idle_ms=int(10 * SWEEP_S * 1000))
@@ -103,8 +101,8 @@ class Collector:
         wanted = -(-self.batcher.missing_rows() // self.config.simulators.envs_per_slot)
         block = None if len(self.batcher) else block_ms
         entries = self.queue.read(wanted) if block is None else self.queue.read_balanced(wanted, block)
-        for entry in entries:
-            self._add(entry)
+        if self._add_all(entries) == len(entries) > 0:
+            self._add_all(self.queue.read(GARBAGE_AT_ONCE))
 
     def take(self) -> Batch | None:
         """The batch that is due, collated and padded to one of the fixed sizes."""
@@ -122,13 +120,23 @@ class Collector:
         meter.mean("age_ms", self.clock.now_ms() - batch.born_ms)
         return batch
 
-    def _add(self, entry: Entry) -> None:
-        """Owned is what waits in a batch or for its refusal: should Redis fail in here, `recover` brings it again."""
-        if entry.id in self.owned:
-            return
-        request: ObsRequest | None = None
+    def _add_all(self, entries: Sequence[Entry]) -> int:
+        """Owned is what waits in a batch or for its refusal: should Redis fail in here, `recover` brings it again.
+
+        Returns how many of them nobody waits for: those that do not even say who asked."""
+        damaged: list[tuple[Entry, str]] = []
+        for entry in entries:
+            if entry.id not in self.owned:
+                try:
+                    self._add(entry, ObsRequest.from_fields(entry.fields))
+                except BadMessage as exc:
+                    damaged.append((entry, str(exc)))
+        self.worker.bury(self.queue.stream, damaged)
+        self.queue.done([entry.id for entry, _ in damaged])
+        return len(damaged)
+
+    def _add(self, entry: Entry, request: ObsRequest) -> None:
         try:
-            request = ObsRequest.from_fields(entry.fields)
             if is_suspect(entry) and self.client.exists(self.worker.keys.trial(entry.id)):
                 raise BadMessage("served alone, it left its generator without a reply; it is not served again")
             data = request.payload if request.payload is not None else self.reader.read(request.ref)
@@ -137,18 +145,13 @@ class Collector:
                 Work(entry, request, observations), request.n, _shape(entry, request, observations), entry.born_ms
             )
         except PayloadElsewhere as exc:
-            assert request is not None
             if self._hand_back(entry, str(exc)):
                 return
             self._refuse(entry, request, str(exc))
         except PayloadUnreachable as exc:
-            assert request is not None
             self._refuse(entry, request, str(exc))
         except (BadMessage, ValueError) as exc:
-            self.worker.bury(self.queue.stream, entry, str(exc))
-            if request is None:
-                self.queue.done([entry.id])
-                return
+            self.worker.bury(self.queue.stream, [(entry, str(exc))])
             self._refuse(entry, request, str(exc))
         self.owned[entry.id] = time.monotonic()
 

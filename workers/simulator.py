@@ -135,11 +135,12 @@ class Simulator:
 
     def _take_replies(self, replies: list[Entry]) -> bool:
         moved = False
+        damaged: list[tuple[Entry, str]] = []
         for entry in replies:
             try:
                 reply = ActionReply.from_fields(entry.fields)
             except BadMessage as exc:
-                self.worker.bury(self.replies.stream, entry, str(exc))
+                damaged.append((entry, str(exc)))
                 continue
             asked = self._asked.pop(str(reply.id), None)
             if asked is None:
@@ -159,6 +160,7 @@ class Simulator:
             except EnvironmentFailed as exc:
                 self._abort(slot, str(exc))
             moved = True
+        self.worker.bury(self.replies.stream, damaged)
         return moved
 
     # ---- environments

@@ -20,7 +20,7 @@ from torch import Tensor
 from vla_stream import lines
 from vla_stream.broker.connection import UNREACHABLE
 from vla_stream.broker.lanes import PayloadReader
-from vla_stream.broker.queue import Entry, WorkQueue
+from vla_stream.broker.queue import GARBAGE_AT_ONCE, Entry, WorkQueue
 from vla_stream.config import CHECKPOINTS, DEMONSTRATIONS, MAX_NUMBER, Config
 from vla_stream.environments.protocol import Specification
 from vla_stream.errors import BadMessage, Hopeless, InputError, PayloadUnreachable, RunFailed
@@ -154,8 +154,7 @@ class Trainer:
 
     def recover(self) -> None:
         """At start and after each reconnect: what an earlier trainer or a lost reply left pending."""
-        for entry in self.queue.recover():
-            self._take(entry)
+        self._take_all(self.queue.recover())
 
     def step(self, block_ms: int | None) -> bool:
         """Read what has arrived, then the update if all its segments are in; True when one was committed."""
@@ -191,10 +190,24 @@ class Trainer:
         limit = self.config.trainer.segments_per_update * (1 + self.config.flow.max_staleness if in_order else 1)
         missing = limit - len(self._held) - len(self._added)
         if missing > 0:
-            for entry in self.queue.read(missing, block_ms):
+            entries = self.queue.read(missing, block_ms)
+            if self._take_all(entries) == len(entries) > 0:
+                self._take_all(self.queue.read(GARBAGE_AT_ONCE))
+
+    def _take_all(self, entries: Sequence[Entry]) -> int:
+        """Returns how many of them cannot be used."""
+        damaged: list[tuple[Entry, str]] = []
+        for entry in entries:
+            try:
                 self._take(entry)
+            except BadMessage as exc:
+                damaged.append((entry, str(exc)))
+        if damaged:
+            self._poisoned(damaged)
+        return len(damaged)
 
     def _take(self, entry: Entry) -> None:
+        """Raises BadMessage."""
         # Pending after a reconnect, or delivered once more by a group that was made anew.
         if entry.id in self._kept or any(entry.id == held.entry.id for held in (self._held | self._added).values()):
             return
@@ -212,9 +225,6 @@ class Trainer:
             self._check_shapes(segment)
         except PayloadUnreachable as exc:
             self._refuse(entry, trajectory, str(exc))
-            return
-        except BadMessage as exc:
-            self._poisoned(entry, str(exc))
             return
         self._last_data_s, self._poisoned_in_a_row = time.monotonic(), 0
         self._held[trajectory.member] = _Held(entry, trajectory, segment)
@@ -272,9 +282,12 @@ class Trainer:
         self.meter.count("refused")
         self.worker.say("refused", f"segment {trajectory.member}: {reason}; its ticket is given out again")
 
-    def _poisoned(self, entry: Entry, reason: str) -> None:
-        self.worker.bury(self.queue.stream, entry, reason)
-        if self.flow.refuse(self.epoch, entry.id, "poisoned"):
+    def _poisoned(self, damaged: Sequence[tuple[Entry, str]]) -> None:
+        self.worker.bury(self.queue.stream, damaged)
+        segments = self.flow.refuse_all(self.epoch, [entry.id for entry, _ in damaged], "poisoned")
+        for entry, reason in damaged:
+            if entry.id not in segments:
+                continue  # somebody else's entry, which nobody waits for
             self.meter.count("poisoned")
             self.worker.say("poisoned", f"entry {entry.id}: {reason}; its ticket is given out again")
             self._poisoned_in_a_row += 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,6 +131,8 @@ def to_bytes(state: Mapping[str, Tensor]) -> bytes:
 
 # ---- the generators' side
 
+Letters = Sequence[tuple[Entry, str]]  # damaged entries, each with the reason
+
 
 @dataclass(frozen=True, slots=True)
 class Weights:
@@ -236,7 +238,7 @@ def _exchangeable(policy: nn.Module) -> dict[str, _Slot]:
 class WeightsReader:
     """Brings the newest weights. `poll` may run in a thread of its own; `newest` and `wait` are for the others."""
 
-    def __init__(self, client: Client, keys: Keys, bury: Callable[[str, Entry, str], None], places: Places) -> None:
+    def __init__(self, client: Client, keys: Keys, bury: Callable[[str, Letters], None], places: Places) -> None:
         self.client, self.keys, self._bury, self._places = client, keys, bury, places
         self._tail = Tail(client, keys.weights)
         self._unseen: list[Entry] = []  # kept until fetched: a broken connection must not lose a version
@@ -251,12 +253,12 @@ class WeightsReader:
         # Newest wins: what lies between the last look and now is skipped, but for the deltas on the way.
         self._unseen += self._tail.read(ENTRIES_KEPT, None if self._unseen else block_ms)
         self.retired = None
-        fresh = []
+        fresh, damaged = [], []
         for entry in self._unseen:
             try:
                 manifest = WeightsManifest.from_fields(entry.fields)
             except BadMessage as exc:
-                self._bury(self._tail.stream, entry, str(exc))
+                damaged.append((entry, str(exc)))
                 continue
             self._links.pop(manifest.version, None)
             self._links[manifest.version] = entry, manifest
@@ -267,6 +269,7 @@ class WeightsReader:
                 self._arrive(whole)
                 break
         self._unseen = []
+        self._bury(self._tail.stream, damaged)
         for version in list(self._links)[:-ENTRIES_KEPT]:
             del self._links[version]
 
@@ -346,7 +349,7 @@ class WeightsReader:
 
     def _drop(self, manifest: WeightsManifest, reason: str) -> None:
         entry, _ = self._links[manifest.version]
-        self._bury(self._tail.stream, entry, reason)
+        self._bury(self._tail.stream, [(entry, reason)])
         del self._links[manifest.version]
 
     def _chunk(self, manifest: WeightsManifest, index: int) -> bytes | None:

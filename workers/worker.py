@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -160,11 +160,12 @@ class Worker:
             except OUT_OF_MEMORY:
                 notices.say_although_full(self.flow.scripts, self.keys, self.id, kind, sentence)
 
-    def bury(self, stream: str, entry: Entry, reason: str) -> None:
-        """An entry nobody can use goes to `dead-letters`; that must not kill its reader (F16)."""
-        self.meter.count("dead_letters")
-        with notices.expendable():
-            notices.dead_letter(self.client, self.keys, self.id, stream, entry, reason)
+    def bury(self, stream: str, letters: Sequence[tuple[Entry, str]]) -> None:
+        """Entries nobody can use, each with the reason, go to `dead-letters`; that must not kill their reader (F16)."""
+        if letters:
+            self.meter.count("dead_letters", len(letters))
+            with notices.expendable():
+                notices.dead_letters(self.client, self.keys, self.id, stream, letters)
 
     def release(self) -> None:
         """Give the name back."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from vla_stream.broker.connection import Client
+from vla_stream.cli import samples
 from vla_stream.cli.display import PlainDisplay
 from vla_stream.cli.launch import Launch
 from vla_stream.cli.samples import MetricsFile, load
@@ -19,7 +20,7 @@ from vla_stream.flow import Flow
 from vla_stream.learning import checkpoint
 from vla_stream.streams import presence
 from vla_stream.streams.keys import Keys
-from vla_stream.streams.notices import sample, say
+from vla_stream.streams.notices import dead_letters_in_all, sample, say
 from workers.supervisor import Supervisor
 
 
@@ -173,6 +174,26 @@ def test_events_of_others_are_told_once_and_noise_of_one_kind_is_held_back(
         launch.beat()
     told = [line for line in capsys.readouterr().out.splitlines() if "update 0" not in line]
     assert [line[9:] for line in told] == ["trainer-0: warm start in 3 s", "simulator-0: segment 0"]
+
+
+def test_f27_what_anybody_writes_for_people_floods_neither_the_terminal_nor_the_server_nor_the_file(
+    config: Config, redis_url: str, signals: Signals, client: Client, keys: Keys, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with make(config, redis_url, signals) as launch:
+        launch.beat()
+        for number in range(2000):
+            client.xadd(keys.events, {"kind": f"kind {number}", "text": "\x1b[2J" + "x" * 500})
+            client.xadd(keys.metrics, {"kind": "second", "worker": "w", "role": "simulator", "env_steps": "NaNa"})
+            client.xadd(keys.dead_letters, {"raw.data": "x" * 100})
+        sample(client, keys, "simulator-0", "simulator", "second", {"env_steps": 5})
+        launch._next_beat_s = 0.0
+        launch.beat()
+        assert client.xlen(keys.dead_letters) < 2000 <= dead_letters_in_all(client, keys)
+        launch.close_books()
+    told = [line for line in capsys.readouterr().out.splitlines() if line.endswith("x" * 500)]
+    assert len(told) == 20 and "\x1b" not in "".join(told)
+    records = samples.load(config.run_dir / "metrics.jsonl")
+    assert [record.get("env_steps") for record in records] == [5.0, None] and records[1]["dead_letters"] == 2000
 
 
 def test_f47_a_disk_that_takes_no_metrics_is_told_once_and_ends_nothing(

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import numpy as np
 import pytest
+from garbage import mutated
 from PIL import Image
 
 from vla_stream.broker.connection import Client
+from vla_stream.broker.tail import newest_entries
+from vla_stream.cli.inspect import key_of
 from vla_stream.cli.main import call
 from vla_stream.config import validate
 from vla_stream.environments.protocol import Observations
 from vla_stream.flow import Flow
+from vla_stream.streams.actions import ActionReply
 from vla_stream.streams.keys import Keys
 from vla_stream.streams.notices import sample, say
 from vla_stream.streams.obs_requests import ObsRequest, RequestId
 from vla_stream.streams.observations import pack_observations
 from vla_stream.streams.presence import process_fields
+from vla_stream.streams.weights import WeightsManifest
 
 RED, BLUE = (200, 10, 10), (10, 10, 200)
 
@@ -69,12 +75,39 @@ def test_status_shows_workers_queues_and_books(
     assert call(["status", *where, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [worker["id"] for worker in found["workers"]] == ["simulator-9", "simulator-10"]
-    assert found["queues"] == {"obs-requests": 1, "trajectories": 0, "dead-letters": 0}
+    assert found["queues"] == {"obs-requests": 1, "trajectories": 0} and found["dead_letters"] == 0
     assert found["flow"]["desired"] == "running"
     assert call(["status", *where]) == 0
     shown = capsys.readouterr().out
     assert f"run {keys.run}: running, update 0 of 60" in shown
     assert "segments 0 started = 0 trained + 0 in flight" in shown
+
+
+def test_f27_what_anybody_wrote_into_a_stream_breaks_no_command_and_no_terminal(
+    client: Client, keys: Keys, where: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = random.Random(3)
+    say(client, keys, "simulator-0", "lost", "gone")
+    sample(client, keys, "simulator-0", "simulator", "second", {"env_steps": 5.0})
+    manifest, _ = WeightsManifest.describe(1, 0, 1, b"weights")
+    real = {
+        "obs-requests": request(0),
+        "trajectories": request(1),
+        "actions:simulator-0": ActionReply(RequestId.parse("simulator-0/9f2c11ab/0.0/1.1/0"), 1, "d", None).to_fields(),
+        "weights": manifest.to_fields(),
+        "control": {b"desired": b"running", b"by": b"x"},
+        "events": dict(newest_entries(client, keys.events, 1)[0].fields),
+        "metrics": dict(newest_entries(client, keys.metrics, 1)[0].fields),
+        "dead-letters": {b"raw.\x1b[2Jid": b"x", b"reason": b"r"},
+    }
+    for stream, fields in real.items():
+        for _ in range(100):
+            put(client, key_of(keys, stream), mutated(fields, source))
+        assert call(["inspect", stream, *where, "--count", "200"]) == 0
+    assert call(["status", *where]) == call(["status", *where, "--json"]) == call(["events", *where]) == 0
+    shown = capsys.readouterr().out
+    assert "does not decode: entry's digest does not match" in shown
+    assert all(character.isprintable() or character == "\n" for character in shown)
 
 
 def test_a_worker_of_this_host_whose_process_is_gone_is_not_shown(

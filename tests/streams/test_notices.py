@@ -5,7 +5,7 @@ from __future__ import annotations
 from vla_stream.broker.connection import Client
 from vla_stream.broker.queue import Entry
 from vla_stream.streams.keys import Keys
-from vla_stream.streams.notices import DEAD_LETTER_BYTES, dead_letter, one_line, sample, say
+from vla_stream.streams.notices import DEAD_LETTER_BYTES, dead_letters, one_line, sample, say
 
 
 def only_entry(client: Client, key: str) -> dict[bytes, bytes]:
@@ -45,7 +45,7 @@ def test_a_sample_holds_the_numbers_of_a_meter_as_short_texts(client: Client, ru
 def test_a_dead_letter_keeps_the_entry_its_reason_and_its_deliveries(client: Client, run_name: str) -> None:
     keys = Keys(run_name)
     raw = {b"id": b"x", b"data": b"\x00\xff"}
-    dead_letter(client, keys, "generator-0", keys.obs_requests, Entry("1-0", raw, deliveries=4), "wrong schema")
+    dead_letters(client, keys, "generator-0", keys.obs_requests, [(Entry("1-0", raw, deliveries=4), "wrong schema")])
     assert only_entry(client, keys.dead_letters) == {
         b"raw.id": b"x",
         b"raw.data": b"\x00\xff",
@@ -68,7 +68,7 @@ def test_f16_a_huge_or_strange_entry_is_kept_in_part_and_never_fails(client: Cli
             {},
         ]
     ):
-        dead_letter(client, keys, "w", "s", Entry("1-0", raw), "r" * 10**5)
+        dead_letters(client, keys, "w", "s", [(Entry("1-0", raw), "r" * 10**5)])
         _, fields = client.xrevrange(keys.dead_letters, count=1)[0]
         assert client.xlen(keys.dead_letters) == number + 1
         assert sum(len(value) for name, value in fields.items() if name.startswith(b"raw.")) <= DEAD_LETTER_BYTES

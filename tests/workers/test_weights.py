@@ -72,7 +72,7 @@ class Bench:
         return WeightsReader(
             self.client,
             self.keys,
-            lambda _, __, reason: self.buried.append(reason),
+            lambda _, letters: self.buried.extend(reason for _, reason in letters),
             Places(Net(99)),  # type: ignore[arg-type]
         )
 

@@ -13,6 +13,8 @@ from typing import Any
 from vla_stream.broker.connection import OUT_OF_MEMORY, Client, ResponseError
 from vla_stream.broker.scripts import HAND_BACK, RENEW, SWEEP_CONSUMER, Scripts
 
+GARBAGE_AT_ONCE = 64  # read on at once, where all that was read could not be used: a flood must not hold work up
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:

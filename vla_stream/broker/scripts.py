@@ -348,21 +348,23 @@ return count
 REFUSE = Script(
     "refuse",
     """
--- KEYS flow published entries refunded books trajectories | ARGV epoch group counter entry
--- An entry that will not be trained. Whose it is stands in `entries`, not in its own fields, which may be anybody's.
+-- KEYS flow published entries refunded books trajectories | ARGV epoch group counter entry…
+-- Entries that will not be trained; returns those that were published segments. Whose they are stands in `entries`, not
+-- in their own fields, which may be anybody's.
 local f = redis.call('HMGET', KEYS[1], 'epoch', 'generation', 'taken_over')
 if not f[3] or f[2] ~= f[3] then return 'missing' end
 if f[1] ~= ARGV[1] then return 'fenced' end
-redis.call('XACK', KEYS[6], ARGV[2], ARGV[4])
-redis.call('XDEL', KEYS[6], ARGV[4])
-local all = redis.call('HGETALL', KEYS[3])
-for i = 1, #all, 2 do
-  if all[i + 1] == ARGV[4] then
-    unpublish(KEYS[2], KEYS[3], KEYS[4], KEYS[5], all[i], ARGV[3])
-    return 'refused'
+redis.call('XACK', KEYS[6], ARGV[2], unpack(ARGV, 4))
+redis.call('XDEL', KEYS[6], unpack(ARGV, 4))
+local all, member_of, refused = redis.call('HGETALL', KEYS[3]), {}, {}
+for i = 1, #all, 2 do member_of[all[i + 1]] = all[i] end
+for i = 4, #ARGV do
+  if member_of[ARGV[i]] then
+    unpublish(KEYS[2], KEYS[3], KEYS[4], KEYS[5], member_of[ARGV[i]], ARGV[3])
+    refused[#refused + 1] = ARGV[i]
   end
 end
-return 'foreign'
+return refused
 """,
     frees_memory=True,
 )

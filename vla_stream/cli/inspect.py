@@ -35,7 +35,7 @@ STREAMS = (
 WITH_IMAGES = ("obs-requests", "trajectories")
 BLOCK_MS = 1000
 IMAGE_DEADLINE_S = 20.0  # an observation lives for some ms only: the next one that can be opened is taken
-SHOWN_CHARACTERS = 160
+SHOWN_CHARACTERS, SHOWN_FIELDS = 160, 200
 SMALLEST_TILE = 144  # smaller images are enlarged by a whole factor, so that a person sees something
 LABEL_HEIGHT = 14
 
@@ -114,11 +114,13 @@ def describe(stream: str, entry: Entry) -> str:
 
 def short_fields(fields: Mapping[bytes, bytes]) -> dict[str, str]:
     """Fields as texts, long or binary ones by their size."""
+    from vla_stream.streams.notices import one_line
+
     shown = {}
-    for name, raw in fields.items():
+    for name, raw in list(fields.items())[:SHOWN_FIELDS]:
         text = raw.decode(errors="replace")
         readable = text.isprintable() and len(raw) <= SHOWN_CHARACTERS
-        shown[name.decode(errors="replace")] = text if readable else f"({len(raw)} bytes)"
+        shown[one_line(name)[:SHOWN_CHARACTERS]] = text if readable else f"({len(raw)} bytes)"
     return shown
 
 
@@ -165,8 +167,12 @@ def _describe_trajectory(entry: Entry) -> list[str]:
 
 
 def _describe_letter(entry: Entry) -> list[str]:
+    from vla_stream.streams.notices import one_line
+
     return [
-        f"{name.decode(errors='replace')} = {raw[:60]!r}" for name, raw in entry.fields.items() if name[:4] == b"raw."
+        f"{one_line(name)[:SHOWN_CHARACTERS]} = {raw[:60]!r}"
+        for name, raw in list(entry.fields.items())[:SHOWN_FIELDS]
+        if name[:4] == b"raw."
     ]
 
 

@@ -36,6 +36,7 @@ LOOK_S = 0.3  # between two looks at what a server that loses everything must be
 END_DRAIN_S = 5.0  # for segments in flight once the last update is done: nobody will train them
 OTHERS_LEAVE_S = 4.0  # attached workers see the end within a second
 EVENT_EVERY_S = 5.0  # per kind, on the terminal; all of them stand in the stream
+EVENT_KINDS = 20  # on the terminal within that time
 EVENTS_AT_ONCE = 500
 QUIET_EVENTS = frozenset({"started", "ended"})
 
@@ -231,7 +232,8 @@ class Launch:
         books = self.flow.books()
         self.display.tell(str(books))
         record = {"time": time.time(), "kind": "books", "started": books.started, "in_flight": books.in_flight}
-        self.metrics.write([{**record, **books.outcomes, "balance": books.balance}])
+        letters = notices.dead_letters_in_all(self.client, self.keys)
+        self.metrics.write([{**record, **books.outcomes, "balance": books.balance, "dead_letters": letters}])
 
     def desire(self, desired: Desired) -> None:
         # InputError: the server lost the run a moment ago. Our own workers are told by signals anyway.
@@ -293,13 +295,16 @@ class Launch:
         there = presence.alive(self.client, self.keys)
         self.progress.workers = {role: sum(item.role == role for item in there) for role in ROLES}
         self.progress.trainer_state = next((item.state for item in there if item.role == "trainer"), "")
+        notices.trim(self.client, self.keys)
+        self._event_times = {kind: until_s for kind, until_s in self._event_times.items() if now_s < until_s}
         for entry in self._events.read(EVENTS_AT_ONCE):
             worker, kind, text = (one_line(entry.fields.get(name, b"")) for name in (b"worker", b"kind", b"text"))
-            # What our own supervisor wrote there was told when it happened.
-            if kind in QUIET_EVENTS or text in self._told or now_s < self._event_times.get(kind, 0.0):
+            # What our own supervisor wrote there was told when it happened. And anybody may write there, of any kind.
+            if kind in QUIET_EVENTS or text in self._told or kind in self._event_times:
                 continue
-            self._event_times[kind] = now_s + EVENT_EVERY_S
-            self.display.tell(f"{worker}: {text}")
+            if len(self._event_times) < EVENT_KINDS:
+                self._event_times[kind] = now_s + EVENT_EVERY_S
+                self.display.tell(f"{worker}: {text}")
 
     def _tell(self, told: Sequence[Notice]) -> None:
         for notice in told:

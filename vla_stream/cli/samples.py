@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,8 +25,11 @@ Record = dict[str, str | float]
 
 METRICS_FILE = "metrics.jsonl"
 READ_AT_ONCE = 1000
+READS_IN_A_ROW = 25  # more than the stream holds
+MAX_NUMBERS = 200  # in one record
 TEXTS = ("worker", "role", "kind", "id")
 ENTRY_ID = re.compile(r"[0-9]{1,19}-[0-9]{1,19}")  # two numbers below 2^64
+KINDS = ("second", "update")  # of those that workers write
 
 
 class MetricsFile:
@@ -41,17 +44,16 @@ class MetricsFile:
         self.file, self._tell, self._writable = file, tell, True
         self._tail = Tail(client, keys.metrics, _last_id(file))
 
-    def read(self) -> list[Record]:
-        """New records, in order. Raises what UNREACHABLE lists."""
-        records: list[Record] = []
-        while True:
+    def read(self) -> Iterator[Record]:
+        """New records, in order, moved as they are asked for. Raises what UNREACHABLE lists."""
+        # Bounded: somebody else may write faster than this reads.
+        for _ in range(READS_IN_A_ROW):
             entries = self._tail.read(READ_AT_ONCE)
-            records += [decode(entry) for entry in entries]
+            records = [record for record in map(decode, entries) if is_sample(record)]
+            self.write(records)
+            yield from records
             if len(entries) < READ_AT_ONCE:
                 break
-        if records:
-            self.write(records)
-        return records
 
     def write(self, records: Sequence[Mapping[str, object]]) -> None:
         """Records of the launcher's own, or of the stream."""
@@ -77,6 +79,13 @@ def decode(entry: Entry) -> Record:
         except ValueError:
             record[name] = text
     return record
+
+
+def is_sample(record: Record) -> bool:
+    """Whether a worker may have written it; what anybody else wrote stays in the stream."""
+    numbers = [value for name, value in record.items() if name not in TEXTS]
+    known = record.get("kind") in KINDS and "worker" in record and len(numbers) <= MAX_NUMBERS
+    return known and all(isinstance(value, float) for value in numbers)
 
 
 def number(record: Mapping[str, str | float], name: str) -> float | None:

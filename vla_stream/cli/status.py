@@ -44,7 +44,7 @@ def status(target: Target, as_json: bool) -> None:
     console.print(f"lane     {flow['lane']}{through if flow['lane'] == 'auto' else ''}", markup=False)
     console.print(_workers_table(found["workers"]))
     queues = " · ".join(f"{name} {length}" for name, length in found["queues"].items())
-    console.print(f"queues   {queues}", markup=False)
+    console.print(f"queues   {queues} · dead letters so far {found['dead_letters']}", markup=False)
     console.print(found["books"]["sentence"], markup=False)
 
 
@@ -53,7 +53,7 @@ def look(client: Client, run: str) -> dict[str, Any]:
     from vla_stream.flow import Flow
     from vla_stream.streams import presence
     from vla_stream.streams.keys import Keys
-    from vla_stream.streams.notices import one_line
+    from vla_stream.streams.notices import dead_letters_in_all, one_line
 
     keys = Keys(run)
     flow = Flow(client, keys)
@@ -63,7 +63,7 @@ def look(client: Client, run: str) -> dict[str, Any]:
     books = flow.books()
     shown = ("desired", "update", "version", "epoch", "generation", "lane")
     now_ms = int(time.time() * 1000)
-    streams = {"obs-requests": keys.obs_requests, "trajectories": keys.trajectories, "dead-letters": keys.dead_letters}
+    streams = {"obs-requests": keys.obs_requests, "trajectories": keys.trajectories}
     return {
         "run": run,
         "updates": flow.config().updates,
@@ -84,6 +84,7 @@ def look(client: Client, run: str) -> dict[str, Any]:
             for item in presence.alive(client, keys)
         ],
         "queues": {name: int(client.xlen(stream)) for name, stream in streams.items()},
+        "dead_letters": dead_letters_in_all(client, keys),
         "books": {
             "started": books.started,
             "in_flight": books.in_flight,

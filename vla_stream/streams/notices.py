@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from vla_stream.broker.complaints import not_stored
@@ -12,6 +12,7 @@ from vla_stream.broker.queue import Entry
 from vla_stream.broker.scripts import ADD_EVENT, Scripts
 from vla_stream.streams.keys import Keys
 
+CONTROL_KEPT = 1000
 EVENTS_KEPT = 5000
 SAMPLES_KEPT = 20_000
 DEAD_LETTERS_KEPT = 1000
@@ -54,8 +55,36 @@ def sample(client: Client, keys: Keys, worker: str, role: str, kind: str, number
     client.xadd(keys.metrics, fields, maxlen=SAMPLES_KEPT, approximate=True)
 
 
-def dead_letter(client: Client, keys: Keys, worker: str, stream: str, entry: Entry, reason: str) -> None:
-    """Keep up to 4 KB of an entry that could not be used, and say why."""
+def trim(client: Client, keys: Keys) -> None:
+    """Cut the capped streams down, also where others than our workers fill them."""
+    kept = {keys.control: CONTROL_KEPT, keys.events: EVENTS_KEPT, keys.metrics: SAMPLES_KEPT}
+    with client.pipeline(transaction=False) as pipe:
+        for stream, number in (kept | {keys.dead_letters: DEAD_LETTERS_KEPT}).items():
+            pipe.xtrim(stream, maxlen=number, approximate=True)
+        pipe.execute()
+
+
+def dead_letters(client: Client, keys: Keys, worker: str, stream: str, letters: Sequence[tuple[Entry, str]]) -> None:
+    """Keep up to 4 KB of each entry that could not be used, with the reason why."""
+    with client.pipeline(transaction=False) as pipe:
+        for entry, reason in letters:
+            fields = _letter(worker, stream, entry, reason)
+            pipe.xadd(keys.dead_letters, fields, maxlen=DEAD_LETTERS_KEPT, approximate=True)
+        pipe.execute()
+
+
+def dead_letters_in_all(client: Client, keys: Keys) -> int:
+    """How many there ever were; the stream holds the last of them."""
+    try:
+        about: Any = client.xinfo_stream(keys.dead_letters)
+    except ResponseError as exc:
+        if "no such key" not in str(exc):
+            raise
+        return 0
+    return int(about["entries-added"])
+
+
+def _letter(worker: str, stream: str, entry: Entry, reason: str) -> dict[Any, Any]:
     raw, budget = {}, DEAD_LETTER_BYTES
     for name, value in entry.fields.items():
         raw[name[:64].decode(errors="replace")] = value[: max(0, budget)]
@@ -63,11 +92,10 @@ def dead_letter(client: Client, keys: Keys, worker: str, stream: str, entry: Ent
         if budget <= 0:
             break
     letter: dict[Any, Any] = {f"raw.{name}": value for name, value in raw.items()}
-    letter |= {
+    return letter | {
         "stream": stream,
         "entry": entry.id,
         "reason": one_line(reason)[:500],
         "deliveries": str(entry.deliveries),
         "worker": worker,
     }
-    client.xadd(keys.dead_letters, letter, maxlen=DEAD_LETTERS_KEPT, approximate=True)
