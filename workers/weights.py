@@ -269,7 +269,8 @@ class WeightsReader:
                 self._arrive(whole)
                 break
         self._unseen = []
-        self._bury(self._tail.stream, damaged)
+        if damaged:
+            self._bury(self._tail.stream, damaged)
         for version in list(self._links)[:-ENTRIES_KEPT]:
             del self._links[version]
 
