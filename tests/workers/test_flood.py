@@ -74,7 +74,12 @@ class Flooded:
         return {worker.id: worker.pid for worker in presence.alive(self.client, self.keys)}
 
     def memory_mb(self) -> dict[str, float]:
-        return {name: resident_mb(pid) for name, pid in {**self.pids(), "server": self.server_pid}.items()}
+        """The least of some seconds: an update takes some MB for as long as it lasts."""
+        pids, looks = {**self.pids(), "server": self.server_pid}, []
+        for _ in range(30):
+            looks.append({name: resident_mb(pid) for name, pid in pids.items()})
+            time.sleep(0.1)
+        return {name: min(look[name] for look in looks) for name in pids}
 
     def collect(self, stream: str, number: int = 10) -> list[Fields]:
         """Real entries; some live for milliseconds only."""
