@@ -204,31 +204,55 @@ def test_f48_a_run_killed_at_once_with_all_its_workers_is_resumed_with_other_wor
     process.send_signal(signal.SIGINT)
     shown, _ = process.communicate(timeout=60)
     assert f"taking over run {run_name}" in shown
-    records = samples.load(shell.folder / "runs" / run_name / "metrics.jsonl")
-    final = next(record for record in reversed(records) if record["kind"] == "books")
+    final = closed_books(shell, run_name)
     assert final["balance"] == 0 and final["started"] > books.started
+
+
+def closed_books(shell: Shell, run: str) -> samples.Record:
+    """The books as the launcher left them at the run's end."""
+    records = samples.load(shell.folder / "runs" / run / "metrics.jsonl")
+    return next(record for record in reversed(records) if record["kind"] == "books")
+
+
+class Unharmed:
+    """A run with short deadlines whose keys the test damages. met: what reading the flow may raise meanwhile."""
+
+    def __init__(self, shell: Shell, name: str, url: str, client: Client, met: type[ResponseError]) -> None:
+        self.shell, self.name, self.client, self.keys, self._met = shell, name, client, Keys(name), met
+        self.flow = Flow(client, self.keys)
+        settings = ["--set", "flow.lease_s=1", "--set", "flow.reply_deadline_s=1", "--set", "evaluation.episodes=0"]
+        self.process = shell.start("run", "mini.yaml", "--run", name, "--redis", url, "--updates", "100000", *settings)
+        wait_for(lambda: self.update() >= 2, "two updates")
+        self._before = self._pids()
+
+    def update(self) -> int:
+        try:
+            state = self.flow.state()
+        except self._met:
+            return 0  # it is the flow itself that was damaged
+        return 0 if state is None else state.update
+
+    def finish(self) -> str:
+        """End the run, and return what it said; nobody was restarted, and its books balance."""
+        assert self._pids() == self._before, "nobody was restarted"
+        self.process.send_signal(signal.SIGINT)
+        shown, _ = self.process.communicate(timeout=60)
+        books = closed_books(self.shell, self.name)
+        assert books["balance"] == 0, books
+        return shown
+
+    def _pids(self) -> dict[str, int]:
+        return {worker.id: worker.pid for worker in presence.alive(self.client, self.keys)}
 
 
 @pytest.mark.timeout(300)
 def test_f27_a_key_of_another_type_in_place_of_any_of_ours_costs_what_it_held_and_not_the_run(
     shell: Shell, run_name: str, redis_url: str, client: Client
 ) -> None:
-    flow, keys = Flow(client, Keys(run_name)), Keys(run_name)
-    settings = ["--set", "flow.lease_s=1", "--set", "flow.reply_deadline_s=1", "--set", "evaluation.episodes=0"]
-    where = ["--run", run_name, "--redis", redis_url]
-    process = shell.start("run", "mini.yaml", *where, "--updates", "100000", *settings)
-
-    def update() -> int:
-        try:
-            state = flow.state()
-        except ResponseError:
-            return 0  # it is the flow itself that was overwritten
-        return 0 if state is None else state.update
-
-    wait_for(lambda: update() >= 2, "two updates")
-    before = {worker.id: worker.pid for worker in presence.alive(client, keys)}
+    keys = Keys(run_name)
+    run = Unharmed(shell, run_name, redis_url, client, ResponseError)
     for key in [*keys.types, keys.actions("simulator-0"), keys.worker("trainer-0")]:
-        start = update()
+        start = run.update()
         client.delete(key)
         if keys.types.get(key) == "string":
             client.rpush(key, "x")
@@ -236,50 +260,28 @@ def test_f27_a_key_of_another_type_in_place_of_any_of_ours_costs_what_it_held_an
             client.set(key, "x")
         expected = keys.types.get(key, "stream" if "actions" in key else "hash").encode()
         wait_for(lambda: client.type(key) in (expected, b"none"), f"no stranger at {key}")  # noqa: B023
-        wait_for(lambda: update() > start + 1, f"updates after {key} was overwritten")  # noqa: B023
-    assert {worker.id: worker.pid for worker in presence.alive(client, keys)} == before, "nobody was restarted"
-    process.send_signal(signal.SIGINT)
-    shown, _ = process.communicate(timeout=60)
+        wait_for(lambda: run.update() > start + 1, f"updates after {key} was overwritten")  # noqa: B023
+    shown = run.finish()
     assert f"{keys.weights}: somebody wrote a string, expected our stream; removed" in shown
-    books = next(r for r in reversed(samples.load(shell.folder / "runs" / run_name / "metrics.jsonl"))
-                 if r["kind"] == "books")  # fmt: skip
-    assert books["balance"] == 0, books
 
 
 @pytest.mark.timeout(180)
 def test_f27_a_field_of_the_flow_or_the_books_that_somebody_writes_over_costs_what_was_in_flight_and_not_the_run(
     shell: Shell, run_name: str, redis_url: str, client: Client
 ) -> None:
-    flow, keys = Flow(client, Keys(run_name)), Keys(run_name)
-    settings = ["--set", "flow.lease_s=1", "--set", "flow.reply_deadline_s=1", "--set", "evaluation.episodes=0"]
-    where = ["--run", run_name, "--redis", redis_url]
-    process = shell.start("run", "mini.yaml", *where, "--updates", "100000", *settings)
-
-    def update() -> int:
-        try:
-            state = flow.state()
-        except Garbled:
-            return 0
-        return 0 if state is None else state.update
-
-    wait_for(lambda: update() >= 2, "two updates")
-    before = {worker.id: worker.pid for worker in presence.alive(client, keys)}
+    keys = Keys(run_name)
+    run = Unharmed(shell, run_name, redis_url, client, Garbled)
     damage = {keys.flow: ["update", "version", "epoch", "desired", "lane", "shm_token", "segments_per_update",
                           "specification"], keys.books: ["trained", "started"]}  # fmt: skip
     for key, field in [(key, field) for key, fields in damage.items() for field in fields]:
-        start = update()
+        start = run.update()
         value = 30 * "9" if field == "version" else "x"
         client.hset(key, field, value)
         wait_for(lambda: client.hget(key, field) != value.encode(), f"no foreign {field}")  # noqa: B023
-        wait_for(lambda: update() > start + 1, f"updates after {field} was overwritten")  # noqa: B023
-    assert {worker.id: worker.pid for worker in presence.alive(client, keys)} == before, "nobody was restarted"
-    process.send_signal(signal.SIGINT)
-    shown, _ = process.communicate(timeout=60)
+        wait_for(lambda: run.update() > start + 1, f"updates after {field} was overwritten")  # noqa: B023
+    shown = run.finish()
     assert f"{keys.flow}: field update is 'x', expected a number from 0 to" in shown
     assert "somebody else wrote it; removed" in shown
-    books = next(r for r in reversed(samples.load(shell.folder / "runs" / run_name / "metrics.jsonl"))
-                 if r["kind"] == "books")  # fmt: skip
-    assert books["balance"] == 0, books
 
 
 @pytest.mark.timeout(180)

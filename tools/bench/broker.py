@@ -15,7 +15,7 @@ from typing import Any
 import click
 from contenders import IMAGE_BYTES, LANES, Contender, Library, Pickle, Raw, Ray, why_no_ray
 from live import Interrupted, cpu_by_process, machine_busy_s, scratch_folder
-from report import Spread, machine, number, output_folder, ratio, table, write_json
+from report import Spread, machine, number, output_folder, output_option, ratio, table, write_json
 
 from vla_stream.broker.lanes import SHM_ROOT
 from vla_stream.broker.server import EmbeddedServer
@@ -60,13 +60,7 @@ class Row:
 @click.option(
     "--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Measurements of each row, interleaved."
 )
-@click.option(
-    "--output",
-    type=click.Path(path_type=Path),
-    default=Path("runs/bench"),
-    show_default=True,
-    help="Folder of JSON and plot.",
-)
+@output_option("Folder of JSON and plot.")
 def broker(chosen: tuple[str, ...], depths: tuple[int, ...], seconds: float, repeats: int, output: Path) -> None:
     """Round trips observation → actions between two processes of this host, and bytes per second.
 

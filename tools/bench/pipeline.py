@@ -15,7 +15,7 @@ import click
 from live import Interrupted, Measured, measure
 from model import COLOCATED, CONFIGS, DEVICES, Prediction, Profile, predict, profile_names
 from modes import overlay
-from report import Spread, machine, number, output_folder, ratio, table, write_json
+from report import Spread, machine, number, output_folder, output_option, ratio, table, write_json
 
 from vla_stream import config as settings
 from vla_stream.cli.curve import BLUE, GREY, ORANGE
@@ -91,13 +91,7 @@ class Plan:
     multiple=True,
     help="Override in every profile, for example policy.options.sample_ms=4.",
 )
-@click.option(
-    "--output",
-    type=click.Path(path_type=Path),
-    default=Path("runs/bench"),
-    show_default=True,
-    help="Folder of JSON and plot.",
-)
+@output_option("Folder of JSON and plot.")
 def pipeline(
     names: tuple[str, ...],
     real: bool,

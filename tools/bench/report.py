@@ -7,12 +7,16 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import click
 
 from vla_stream.errors import InputError
+
+Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,13 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "kernel": platform.release(),
     }
+
+
+def output_option(text: str) -> Callable[[Command], Command]:
+    """--output of a benchmark's command, with `text` as its help."""
+    return click.option(
+        "--output", type=click.Path(path_type=Path), default=Path("runs/bench"), show_default=True, help=text
+    )
 
 
 def output_folder(folder: Path) -> Path:

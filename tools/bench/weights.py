@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 import torch
-from report import Spread, machine, number, output_folder, table, write_json
+from report import Spread, machine, number, output_folder, output_option, table, write_json
 from torch import Tensor, nn
 
 from vla_stream.broker.connection import Client, connect
@@ -247,13 +247,7 @@ def show(figures: Figures) -> str:
     "--updates", type=click.IntRange(1, ENTRIES_KEPT - 1), default=24, show_default=True, help="Versions measured."
 )
 @click.option("--learning-rate", type=click.FloatRange(min=0), default=1e-5, show_default=True, help="Adam's.")
-@click.option(
-    "--output",
-    type=click.Path(path_type=Path),
-    default=Path("runs/bench"),
-    show_default=True,
-    help="Folder of the JSON.",
-)
+@output_option("Folder of the JSON.")
 def weights(mb: float, updates: int, learning_rate: float, output: Path) -> None:
     """A generator's stall per version and the bytes of a delta, beside a blocking reload of all weights."""
     torch.set_num_threads(1)
