@@ -219,9 +219,10 @@ class Launch:
             self.progress.add(self.metrics.read())
 
     def close_books(self) -> None:
-        """The last metrics, and what became of every segment, told, and kept in metrics.jsonl."""
+        """The last metrics and events, and what became of every segment, told, and kept in metrics.jsonl."""
         self._silent = self._unreachable
         self._ask_last(lambda: self.progress.add(self.metrics.read()))
+        self._ask_last(self._show_events)
         self._ask_last(self._write_books)
         if self._silent:
             self.display.tell(
@@ -296,6 +297,11 @@ class Launch:
         self.progress.workers = {role: sum(item.role == role for item in there) for role in ROLES}
         self.progress.trainer_state = next((item.state for item in there if item.role == "trainer"), "")
         notices.trim(self.client, self.keys)
+        self._show_events()
+
+    def _show_events(self) -> None:
+        """What others wrote there since the last look, a few of each kind."""
+        now_s = time.monotonic()
         self._event_times = {kind: until_s for kind, until_s in self._event_times.items() if now_s < until_s}
         for entry in self._events.read(EVENTS_AT_ONCE):
             worker, kind, text = (one_line(entry.fields.get(name, b"")) for name in (b"worker", b"kind", b"text"))
