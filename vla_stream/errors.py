@@ -11,6 +11,10 @@ class InputError(VlaStreamError):
     """Bad input of a person: config, flag, file, URL. The command line prints it and exits with code 2."""
 
 
+class NoSuchRun(InputError):
+    """A run that is not on the server: never was, or not at the moment, while its launcher makes it anew there."""
+
+
 class RunFailed(VlaStreamError):
     """A run that cannot go on. The command line prints it and exits with code 1."""
 

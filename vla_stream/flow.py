@@ -22,7 +22,7 @@ from vla_stream.broker.lanes import shm_folder
 from vla_stream.broker.scripts import Script, Scripts
 from vla_stream.config import MAX_NUMBER, Config, LaneName, validate
 from vla_stream.environments.protocol import Specification
-from vla_stream.errors import BadMessage, Expired, InputError, VlaStreamError
+from vla_stream.errors import BadMessage, Expired, InputError, NoSuchRun, VlaStreamError
 from vla_stream.streams.keys import TRAINERS, Keys
 from vla_stream.streams.notices import CONTROL_KEPT
 from vla_stream.streams.specification import specification_from_json, specification_to_json
@@ -192,7 +192,7 @@ class Flow:
         return _garbled(self.keys.flow, field, text, expected)
 
     def config(self) -> Config:
-        """The run's resolved config, checked as if it were a file. Raises InputError when there is no such run."""
+        """The run's resolved config, checked as if it were a file. Raises NoSuchRun, InputError."""
         raw: Any = self.client.get(self.keys.config)
         if raw is None:
             raise self._no_such_run()
@@ -204,14 +204,14 @@ class Flow:
         return validate(data, subject)
 
     def set_desired(self, desired: Desired, by: str) -> None:
-        """Change the desired state, and announce it: a value, so that late joiners see it too (F55). Raises InputError
-        when there is no such run: writing it anyway would make half a run that keeps the name."""
+        """Change the desired state, and announce it: a value, so that late joiners see it too (F55). Raises
+        NoSuchRun: writing it anyway would make half a run that keeps the name."""
         if self._call(scripts.SET_DESIRED, [self.keys.flow, self.keys.control], [desired, by, CONTROL_KEPT]) != 1:
             raise self._no_such_run()
 
     def set_lane(self, lane: LaneName, by: str, remote_reader: str = "") -> None:
         """Change the lane of the segments that are begun from now on, and announce it. remote_reader: a live worker
-        that does not see the run's /dev/shm. Raises InputError when there is no such run."""
+        that does not see the run's /dev/shm. Raises NoSuchRun."""
         arguments = [lane, by, CONTROL_KEPT, remote_reader]
         if self._call(scripts.SET_LANE, [self.keys.flow, self.keys.control], arguments) != 1:
             raise self._no_such_run()
@@ -232,7 +232,7 @@ class Flow:
             raise self._garbled("specification", text, "shapes as simulators announce them") from exc
 
     def shm_folder(self) -> Path:
-        """The run's folder in /dev/shm, on whichever host this is. Raises InputError when there is no such run."""
+        """The run's folder in /dev/shm, on whichever host this is. Raises NoSuchRun."""
         state = self.state()
         if state is None:
             raise self._no_such_run()
@@ -481,10 +481,8 @@ class Flow:
         k = self.keys
         return [k.flow, k.published, k.kept, k.entries, k.books, k.trajectories, k.weights]
 
-    def _no_such_run(self) -> InputError:
-        return InputError(
-            f"run {self.keys.run}: not on this server; give the name and URL that `vla-stream run` prints"
-        )
+    def _no_such_run(self) -> NoSuchRun:
+        return NoSuchRun(f"run {self.keys.run}: not on this server; give the name and URL that `vla-stream run` prints")
 
     def _call(self, script: Script, keys: Sequence[str], arguments: Sequence[object]) -> Any:
         try:

@@ -23,7 +23,7 @@ from vla_stream.broker.lanes import PayloadReader
 from vla_stream.broker.queue import GARBAGE_AT_ONCE, Entry, WorkQueue
 from vla_stream.config import CHECKPOINTS, DEMONSTRATIONS, MAX_NUMBER, Config
 from vla_stream.environments.protocol import Specification
-from vla_stream.errors import BadMessage, Hopeless, InputError, PayloadUnreachable, RunFailed
+from vla_stream.errors import BadMessage, Hopeless, InputError, NoSuchRun, PayloadUnreachable, RunFailed
 from vla_stream.flow import Consumed
 from vla_stream.learning import checkpoint, cloning
 from vla_stream.learning.segments import Segment
@@ -129,7 +129,7 @@ class Trainer:
         that goes on."""
         state = self.flow.state()
         if state is None:
-            raise InputError(f"run {self.worker.keys.run}: not on this server; start it with `vla-stream run`")
+            raise NoSuchRun(f"run {self.worker.keys.run}: not on this server; start it with `vla-stream run`")
         # The server may remember an older version than we do, or than our predecessor published.
         self.version = max(self.version, state.version, self._last_version()) + 1
         self.epoch = state.epoch + 1

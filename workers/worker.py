@@ -31,7 +31,7 @@ from vla_stream.broker.connection import (
 from vla_stream.broker.lanes import shm_folder
 from vla_stream.broker.queue import Entry
 from vla_stream.config import Config, LaneName
-from vla_stream.errors import Expired, Hopeless, InputError, RunFailed, VlaStreamError
+from vla_stream.errors import Expired, Hopeless, InputError, NoSuchRun, RunFailed, VlaStreamError
 from vla_stream.flow import Desired, Flow, FlowState
 from vla_stream.metrics import Meter
 from vla_stream.streams import notices, presence
@@ -286,7 +286,8 @@ def run_process(role: str, body: Callable[[Worker, Config], None]) -> None:
             worker.release()
     except (InputError, Hopeless) as exc:
         print(f"{worker_id}: {exc}", file=sys.stderr, flush=True)
-        code = 3 if isinstance(exc, Hopeless) else 2
+        # No such run: perhaps only until its launcher has made it anew on a server that lost it.
+        code = 3 if isinstance(exc, Hopeless) else 1 if isinstance(exc, NoSuchRun) else 2
     except (Expired, RunFailed) as exc:
         print(f"{worker_id}: {exc}", file=sys.stderr, flush=True)
     except SystemExit as exc:

@@ -170,11 +170,22 @@ def end(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, told
 
 
-def test_bad_input_ends_a_worker_with_2_and_one_line(run: Run) -> None:
+def test_bad_input_ends_a_worker_with_2_and_a_line_per_problem(run: Run) -> None:
+    run.start()
+    run.client.set(run.keys.config, "{}")
     code, told = end(start(run, "simulator"))
     assert code == 2 and "Traceback" not in told
+    assert f"simulator-0: config of run {run.name}: environment is missing" in told
+
+
+@pytest.mark.parametrize("role", ["simulator", "generator", "trainer"])
+def test_f10_a_worker_that_starts_while_its_run_is_made_anew_on_the_server_is_to_be_started_again(
+    run: Run, role: str
+) -> None:
+    code, told = end(start(run, role))
+    assert code == 1 and "Traceback" not in told
     assert told.strip().splitlines()[-1] == (
-        f"simulator-0: run {run.name}: not on this server; give the name and URL that `vla-stream run` prints"
+        f"{role}-0: run {run.name}: not on this server; give the name and URL that `vla-stream run` prints"
     )
 
 
@@ -188,7 +199,7 @@ def test_f47_a_full_disk_under_its_log_does_not_change_how_a_worker_ends(run: Ru
             timeout=30,
             check=False,
         )
-    assert process.returncode == 2
+    assert process.returncode == 1
 
 
 def test_bad_options_of_an_environment_end_a_simulator_with_2_and_one_line(run: Run) -> None:
