@@ -21,21 +21,23 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from vla_stream import plugins
-from vla_stream.broker.codec import pack, unpack
+from vla_stream.broker.codec import Piece, pieces, unpack
 from vla_stream.config import Config, Environment, Simulators
 from vla_stream.environments.chunks import ChunkResult, reset_checked, run_chunk
 from vla_stream.environments.protocol import Observations, Specification
 from vla_stream.errors import BadMessage, EnvironmentFailed, InputError, RunFailed
-from vla_stream.streams.observations import unpack_observations
+from vla_stream.streams.observations import checked_observations
 from vla_stream.streams.specification import specification_from_json
-from workers.environment_process import RESETS, STEPS
+from workers.environment_process import RESETS, RESULTS, STEPS
 from workers.packets import Packets
 from workers.processes import RESTARTS_AT_ONCE, RestartBudget
+
+Reply = tuple[dict[str, np.ndarray], dict[str, Any]]  # arrays and meta of a packet
 
 GRACE_S = 1.0  # the child's own alarm comes first: it knows where it hangs
 REAP_S = 1.0
@@ -125,7 +127,7 @@ class ProcessHost:
         self._budget = RestartBudget(at_once=RESTARTS_AT_ONCE + len(self._children))
         self._failed = np.zeros(rows, dtype=bool)
         self._causes: list[str] = []
-        self._replies: dict[int, bytes] = {}
+        self._replies: dict[int, Reply] = {}
         self._asked: list[int] = []
         self._is_chunk = False
         self._horizon = 0
@@ -177,7 +179,7 @@ class ProcessHost:
             part = slice(child.rows.start, child.rows.stop)
             if wanted[part].any():
                 self._asked.append(index)
-                packet = pack({name: array[part] for name, array in arrays.items()}, {"operation": operation})
+                packet = pieces({name: array[part] for name, array in arrays.items()}, {"operation": operation})
                 child.send(packet, STEPS if self._is_chunk else RESETS)
 
     def _replace(self, index: int, cause: str) -> None:
@@ -195,15 +197,21 @@ class ProcessHost:
         self.busy = False
         parts: list[tuple[range, dict[str, np.ndarray]]] = []
         seen: list[tuple[range, Observations]] = []
-        for index, reply in self._replies.items():
+        finals: list[Observations] = []
+        for index, (arrays, meta) in self._replies.items():
             rows = self._children[index].rows
+            results = {name: arrays.pop(name) for name in RESULTS if self._is_chunk}
+            ended = len(results["final_rows"]) if self._is_chunk else 0
             try:
-                arrays, _ = unpack(reply)
                 # What the child let pass may still be more than a message may hold.
-                seen.append((rows, unpack_observations(arrays["observations"].data, len(rows))))
-                parts.append((rows, arrays))
+                observations = checked_observations(arrays, meta, len(rows) + ended)
             except BadMessage as exc:
                 self._replace(index, str(exc))
+                continue
+            parts.append((rows, results))
+            seen.append((rows, observations.part(slice(len(rows)))))
+            if ended:
+                finals.append(observations.part(slice(len(rows), None)))
         failed, causes = self._failed.copy(), tuple(self._causes)
         observations = self._stitch(seen)
         if not self._is_chunk:
@@ -211,15 +219,12 @@ class ProcessHost:
         merged: dict[str, np.ndarray] = {"executed": np.zeros((self.rows, self._horizon), dtype=bool)}
         merged["rewards"] = np.zeros(self.rows, dtype=np.float32)
         merged |= {name: np.zeros(self.rows, dtype=bool) for name in ("terminated", "truncated", "success")}
-        finals: list[Observations] = []
-        final_rows: list[np.ndarray] = []
-        for rows, arrays in parts:
+        final_rows = [np.empty(0, dtype=np.int64)]
+        for rows, results in parts:
             for name, target in merged.items():
-                target[rows.start : rows.stop] = arrays[name]
-            if len(arrays["final_rows"]):
-                finals.append(unpack_observations(arrays["final"].data))
-                final_rows.append(arrays["final_rows"] + rows.start)
-        index_of_finals = np.concatenate(final_rows) if final_rows else np.empty(0, dtype=np.int64)
+                target[rows.start : rows.stop] = results[name]
+            final_rows.append(results["final_rows"] + rows.start)
+        index_of_finals = np.concatenate(final_rows)
         final = Observations.concatenate(finals) if finals else None
         return Outcome(observations, ChunkResult(observations, final, index_of_finals, **merged), failed, causes)
 
@@ -284,23 +289,23 @@ class _Child:
     def fileno(self) -> int:
         return self._packets.fileno()
 
-    def send(self, packet: bytes, what: bytes) -> None:
+    def send(self, packet: Sequence[Piece], what: bytes) -> None:
         """what: STEPS or RESETS, the first thing that it has to do."""
         self._expect(what if self.ready else RESETS)
         # Should it have died, or not read, the next poll says so with the reason.
         with contextlib.suppress(OSError):
             self._packets.send(packet, self._deadlines_s[STEPS])
 
-    def poll(self) -> bytes | None:
+    def poll(self) -> Reply | None:
         """The reply, or None while it works. Raises EnvironmentFailed: dead, hung, raised."""
-        before = self._packets.unfinished_bytes
+        before = self._packets.received_bytes
         try:
             while (packet := self._packets.receive(wait=False)) is not None:
-                _, meta = unpack(packet)
+                arrays, meta = unpack(packet)
                 if "error" in meta:
                     raise EnvironmentFailed(str(meta["error"]))
                 if self.ready:
-                    return packet
+                    return arrays, meta
                 self._greet(meta)
         except (EOFError, OSError) as exc:
             raise EnvironmentFailed(self._exit_reason()) from exc
@@ -308,7 +313,7 @@ class _Child:
             raise EnvironmentFailed(f"its answer is damaged: {exc}") from exc
         if self._process.poll() is not None:
             raise EnvironmentFailed(self._exit_reason())  # what it forked may hold the socket open
-        self._watch(moved=self._packets.unfinished_bytes != before)
+        self._watch(moved=self._packets.received_bytes != before)
         return None
 
     def kill(self) -> None:

@@ -20,16 +20,18 @@ from collections.abc import Iterator
 import numpy as np
 
 from vla_stream import plugins
-from vla_stream.broker.codec import pack, unpack
+from vla_stream.broker.codec import Piece, pieces, unpack
 from vla_stream.config import Environment
 from vla_stream.environments.chunks import read_images, reset_checked, run_chunk
 from vla_stream.environments.protocol import EnvironmentBatch, Observations, StepResult
 from vla_stream.errors import InputError
-from vla_stream.streams.observations import pack_observations
+from vla_stream.streams.observations import observation_pieces
 from vla_stream.streams.specification import specification_to_json
 from workers.lifeline import die_with_parent
 from workers.packets import Packets
 
+# What a chunk's answer holds beside the observations, which are those of the rows and then those of `final_rows`.
+RESULTS = ("final_rows", "executed", "rewards", "terminated", "truncated", "success")
 STEPS, RESETS = b"s", b"r"  # what begins; it takes as long as simulators.step_deadline_s, start_deadline_s allow
 
 
@@ -48,11 +50,10 @@ class _Watched:
         with self._alarm(STEPS):
             return self._batch.step(actions, active)
 
-    def packed(self, observations: Observations, *, after_reset: bool = False) -> np.ndarray:
-        """u8[bytes]. Images may be rendered only now, and renderers are what hangs most (F40)."""
+    def rendered(self, observations: Observations, *, after_reset: bool = False) -> Observations:
+        """Images may be rendered only now, and renderers are what hangs most (F40)."""
         with self._alarm(RESETS if after_reset else STEPS):
-            packet = pack_observations(read_images(observations, self.specification))
-        return np.frombuffer(packet, dtype=np.uint8)
+            return read_images(observations, self.specification)
 
     @contextlib.contextmanager
     def _alarm(self, what: bytes) -> Iterator[None]:
@@ -66,18 +67,16 @@ class _Watched:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def _answer(batch: _Watched, packet: bytes) -> bytes:
+def _answer(batch: _Watched, packet: memoryview) -> list[Piece]:
     arrays, meta = unpack(packet)
     if meta.get("operation") == "reset":
         observations = reset_checked(batch, arrays["mask"], arrays["seeds"])
-        return pack({"observations": batch.packed(observations, after_reset=True)})
+        return observation_pieces(batch.rendered(observations, after_reset=True))
     chunk = run_chunk(batch, arrays["actions"], arrays["active"], arrays["reset_rows"], arrays["reset_seeds"])
-    names = ("final_rows", "executed", "rewards", "terminated", "truncated", "success")
-    result = {name: getattr(chunk, name) for name in names}
-    result["observations"] = batch.packed(chunk.observations)
+    seen = batch.rendered(chunk.observations)
     if chunk.final is not None:
-        result["final"] = batch.packed(chunk.final)
-    return pack(result)
+        seen = Observations.concatenate([seen, batch.rendered(chunk.final)])
+    return observation_pieces(seen, **{name: getattr(chunk, name) for name in RESULTS})
 
 
 def main() -> None:
@@ -91,13 +90,13 @@ def main() -> None:
     try:
         batch = plugins.make_batch(Environment.model_validate(task["environment"]), int(task["rows"]))
     except InputError as exc:
-        packets.send(pack({}, {"refused": str(exc)}))
+        packets.send(pieces({}, {"refused": str(exc)}))
         return
     except Exception as exc:
         traceback.print_exc()
-        packets.send(pack({}, {"error": _cause(exc)}))
+        packets.send(pieces({}, {"error": _cause(exc)}))
         return
-    packets.send(pack({}, {"specification": specification_to_json(batch.specification)}))
+    packets.send(pieces({}, {"specification": specification_to_json(batch.specification)}))
     deadlines_s = {STEPS: float(task["step_deadline_s"]), RESETS: float(task["start_deadline_s"])}
     watched = _Watched(batch, deadlines_s, beginnings)
     while True:
@@ -111,7 +110,7 @@ def main() -> None:
         except Exception as exc:
             # The environment is someone else's code: whatever it raises is reported, and this process is replaced.
             traceback.print_exc()
-            reply = pack({}, {"error": _cause(exc)})
+            reply = pieces({}, {"error": _cause(exc)})
         packets.send(reply)
     batch.close()
 

@@ -233,8 +233,7 @@ class Simulator:
         asking = []
         # A slot may have lost its permit meanwhile; it then waits for another and resets again.
         for slot in (slot for slot in batch.resetting if slot.state is State.WANTING):
-            part = outcome.observations.take(np.arange(slot.rows.start, slot.rows.stop))
-            asking.append((slot, slot.look(part, batch.reset_mask[slot.rows])))
+            asking.append((slot, slot.look(outcome.observations.part(slot.rows), batch.reset_mask[slot.rows])))
         batch.resetting = []
         self._ask(asking)
 

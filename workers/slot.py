@@ -18,7 +18,7 @@ from vla_stream.flow import Permit
 from vla_stream.learning.segments import Segment
 from vla_stream.policies.protocol import Act
 from vla_stream.streams.obs_requests import ObsRequest, RequestId
-from vla_stream.streams.observations import pack_observations
+from vla_stream.streams.observations import observation_pieces
 from vla_stream.streams.trajectories import Episode, Trajectory
 
 
@@ -247,11 +247,11 @@ class Slot:
         self.state = State.IDLE
 
     def _write(self, observations: Observations) -> bytes | str:
-        data = pack_observations(observations)
-        if self.lane is None or len(data) < self.inline_below:
-            return data
+        pieces = observation_pieces(observations)
+        if self.lane is None or sum(map(len, pieces)) < self.inline_below:
+            return b"".join(pieces)
         try:
-            return self.lane.write(self._segment, len(self._record.payloads), data)
+            return self.lane.write(self._segment, len(self._record.payloads), *pieces)
         except PayloadUnreachable:
             self.lane.remove(self._segment)
             raise
@@ -281,7 +281,7 @@ def slot_part(chunk: ChunkResult, rows: slice) -> ChunkResult:
     if chunk.final is not None and inside.any():
         final = chunk.final.take(np.flatnonzero(inside))
     return ChunkResult(
-        chunk.observations.take(np.arange(rows.start, rows.stop)),
+        chunk.observations.part(rows),
         final,
         chunk.final_rows[inside] - rows.start,
         chunk.executed[rows],

@@ -17,6 +17,7 @@ import xxhash
 from vla_stream.errors import BadMessage
 
 Value = str | bytes | int | float
+Piece = bytes | memoryview  # of single bytes
 
 MAX_PACKET_BYTES = 256 * 1024 * 1024  # half of Redis's own limit for one bulk string (F26)
 MAX_HEADER_BYTES = 1024 * 1024
@@ -32,8 +33,13 @@ DTYPES |= {name: np.dtype(name) for name in ("<f2", "<f4", "<f8")}
 def pack(arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any] | None = None) -> bytes:
     """One packet: 4 bytes header length, header [[name, dtype, shape]...] and meta (plain
     values that msgpack knows), then the arrays, each aligned."""
+    return b"".join(pieces(arrays, meta))
+
+
+def pieces(arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any] | None = None) -> list[Piece]:
+    """The same packet in pieces, of which the arrays are not copied: for whoever writes one piece after the other."""
     described: list[list[Any]] = []
-    chunks: list[bytes] = []
+    chunks: list[Piece] = []
     position = 0
     for name, array in arrays.items():
         little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
@@ -41,15 +47,15 @@ def pack(arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any] | None = None
         if kind is None:
             raise BadMessage(f"array {name}: dtype {array.dtype} cannot travel, expected one of {', '.join(DTYPES)}")
         described.append([name, kind, list(array.shape)])
-        chunks.append(little.tobytes())
-        padding = -len(chunks[-1]) % ALIGNMENT
-        chunks.append(b"\0" * padding)
+        chunks.append(little.reshape(-1).view(np.uint8).data)
+        if padding := -little.nbytes % ALIGNMENT:
+            chunks.append(b"\0" * padding)
         position += little.nbytes + padding
     header = msgpack.packb([described, dict(meta or {})])
     if len(header) > MAX_HEADER_BYTES or position > MAX_PACKET_BYTES:
         raise BadMessage(f"packet of {position} bytes is too large, expected at most {MAX_PACKET_BYTES}")
     filler = b"\0" * (_arrays_start(len(header)) - 4 - len(header))
-    return b"".join([len(header).to_bytes(4, "little"), header, filler, *chunks])
+    return [len(header).to_bytes(4, "little") + header + filler, *chunks]
 
 
 def unpack(packet: bytes | memoryview) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
@@ -174,9 +180,12 @@ class Fields:
         return value
 
 
-def digest_of(data: bytes | bytearray | memoryview) -> str:
-    """xxh64 of a payload, as it stands in references and manifests."""
-    return xxhash.xxh64_hexdigest(data)
+def digest_of(*data: bytes | bytearray | memoryview) -> str:
+    """xxh64 of a payload, or of its pieces, as it stands in references and manifests."""
+    state = xxhash.xxh64()
+    for piece in data:
+        state.update(piece)
+    return state.hexdigest()
 
 
 def _digest(raw: Mapping[bytes, bytes]) -> bytes:

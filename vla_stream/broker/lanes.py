@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Protocol
 
-from vla_stream.broker.codec import MAX_PACKET_BYTES, digest_of
+from vla_stream.broker.codec import MAX_PACKET_BYTES, Piece, digest_of
 from vla_stream.broker.connection import Client
 from vla_stream.errors import BadMessage, PayloadElsewhere, PayloadUnreachable
 
@@ -38,8 +38,8 @@ class Lane(Protocol):
 
     name: str
 
-    def write(self, segment: str, place: int, data: bytes) -> str:
-        """Store `data` of a segment at `place` (a counter: 0, 1, …); returns its reference."""
+    def write(self, segment: str, place: int, *data: Piece) -> str:
+        """Store `data` of a segment, joined, at `place` (a counter: 0, 1, …); returns its reference."""
 
     def renew(self, segment: str) -> None:
         """Keep the segment's bytes alive for another lifetime."""
@@ -71,21 +71,25 @@ class ShmLane:
         self.largest_bytes = 0  # of all writes so far, also of those that failed
         self._open: dict[str, tuple[int, int]] = {}
 
-    def write(self, segment: str, place: int, data: bytes) -> str:
-        self.largest_bytes = max(self.largest_bytes, len(data))
+    def write(self, segment: str, place: int, *data: Piece) -> str:
+        size = sum(map(len, data))
+        self.largest_bytes = max(self.largest_bytes, size)
         descriptor, offset = self._open.get(segment, (-1, 0))
         if descriptor < 0:
             descriptor = self._create(segment)
         try:
-            written = 0
-            while written < len(data):
-                written += os.pwrite(descriptor, memoryview(data)[written:], offset + written)
+            end = offset
+            for piece in data:
+                left = memoryview(piece)
+                while left:
+                    written = os.pwrite(descriptor, left, end)
+                    left, end = left[written:], end + written
         except OSError as exc:
             self._open[segment] = (descriptor, offset)
-            raise PayloadUnreachable(f"{self.folder}: cannot write {len(data)} bytes ({exc.strerror})") from exc
+            raise PayloadUnreachable(f"{self.folder}: cannot write {size} bytes ({exc.strerror})") from exc
         # Every write starts aligned, so that arrays in the mapped packet are aligned too.
-        self._open[segment] = (descriptor, offset + len(data) + (-len(data) % 16))
-        return f"shm:{segment}:{offset}:{len(data)}:{digest_of(data)}"
+        self._open[segment] = (descriptor, end + (-size % 16))
+        return f"shm:{segment}:{offset}:{size}:{digest_of(*data)}"
 
     def renew(self, segment: str) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -120,12 +124,13 @@ class RedisLane:
     def __init__(self, client: Client, key_of: Callable[[str], str], lifetime_s: float) -> None:
         self.client, self.key_of, self.lifetime_ms = client, key_of, int(lifetime_s * 1000)
 
-    def write(self, segment: str, place: int, data: bytes) -> str:
+    def write(self, segment: str, place: int, *data: Piece) -> str:
+        joined = b"".join(data)
         with self.client.pipeline(transaction=True) as pipe:
-            pipe.hset(self.key_of(segment), str(place), data)
+            pipe.hset(self.key_of(segment), str(place), joined)
             pipe.pexpire(self.key_of(segment), self.lifetime_ms)
             pipe.execute()
-        return f"redis:{segment}:{place}:{len(data)}:{digest_of(data)}"
+        return f"redis:{segment}:{place}:{len(joined)}:{digest_of(joined)}"
 
     def renew(self, segment: str) -> None:
         self.client.pexpire(self.key_of(segment), self.lifetime_ms)

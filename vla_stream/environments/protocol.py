@@ -38,6 +38,11 @@ class Observations:
         images = {camera: image[index] for camera, image in self.images.items()}
         return type(self)(images, self.state[index], [self.instruction[i] for i in index])
 
+    def part(self, rows: slice) -> Observations:
+        """The given rows, as views."""
+        images = {camera: image[rows] for camera, image in self.images.items()}
+        return Observations(images, self.state[rows], self.instruction[rows])
+
     @classmethod
     def concatenate(cls, parts: Sequence[Observations]) -> Self:
         """All rows of `parts`, which must agree on cameras and shapes, in order."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
-from vla_stream.broker.codec import pack, unpack
+from vla_stream.broker.codec import Piece, pieces, unpack
 from vla_stream.environments.protocol import Observations
 from vla_stream.errors import BadMessage
 
@@ -14,14 +17,24 @@ MAX_INSTRUCTION_CHARACTERS = 2000
 
 def pack_observations(observations: Observations) -> bytes:
     """One packet for all rows."""
+    return b"".join(observation_pieces(observations))
+
+
+def observation_pieces(observations: Observations, **others: np.ndarray) -> list[Piece]:
+    """The same packet in pieces, images uncopied; `others` go with it."""
     arrays = {f"image.{camera}": image for camera, image in observations.images.items()}
-    arrays["state"] = observations.state
-    return pack(arrays, {"instruction": list(observations.instruction)})
+    return pieces({**arrays, "state": observations.state, **others}, {"instruction": list(observations.instruction)})
 
 
 def unpack_observations(data: bytes | memoryview, rows: int | None = None) -> Observations:
     """The inverse, as views into `data`. `rows`: the number that must be there. Raises BadMessage."""
-    arrays, meta = unpack(data)
+    return checked_observations(*unpack(data), rows)
+
+
+def checked_observations(
+    arrays: dict[str, np.ndarray], meta: Mapping[str, Any], rows: int | None = None
+) -> Observations:
+    """What `unpack` found, as observations. Raises BadMessage: anything else is in it, or another number of rows."""
     instruction = meta.get("instruction")
     if not isinstance(instruction, list) or len(instruction) > MAX_ROWS:
         raise BadMessage("observations lack a list of instructions")
