@@ -7,10 +7,10 @@ now and returns; `main()` waits in between. State lives in the slots, so a test 
 from __future__ import annotations
 
 import contextlib
+import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
-from multiprocessing.connection import wait
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from workers.replies import Replies, ReplyThread
 from workers.slot import Place, Slot, State, new_incarnation, slot_part
 from workers.worker import BEAT_S, Worker, run_process
 
+LOOK_S = BEAT_S / 4  # longest time between two looks at an environment that says nothing
 FIRST_PERMIT_WAIT_S, LONGEST_PERMIT_WAIT_S = 0.005, 0.1
 
 
@@ -85,6 +86,7 @@ class Simulator:
         self._next_permit_s = 0.0
         self._permit_wait_s = FIRST_PERMIT_WAIT_S
         self._next_renewal_s = 0.0
+        self._next_look_s = 0.0
         self._generation = ""
 
     @property
@@ -108,18 +110,24 @@ class Simulator:
             self._send_aborts()
             self.replies.close()
 
-    def step(self, replies: list[Entry]) -> bool:
-        """Do all that can be done now; True when anything moved."""
+    def step(self, replies: list[Entry], readable: Set[int] | None = None) -> bool:
+        """Do all that can be done now; True when anything moved. readable: file descriptors of environments that said
+        something (None: unknown); the others are looked at four times a second."""
         # First of all, else what is finished would be published under a permit that the server has lost.
         if self.worker.generation != self._generation:
             self._register_anew()
         moved = self._take_replies(replies)
+        now_s = time.monotonic()
+        if readable is None or now_s >= self._next_look_s:
+            readable, self._next_look_s = None, now_s + LOOK_S
         for batch in self.batches:
-            moved |= self._poll_host(batch)
+            if batch.host.busy and (readable is None or not readable.isdisjoint(batch.host.waitables())):
+                moved |= self._poll_host(batch)
+        # In the order in which one makes the next possible: a slot whose segment is published may begin another.
+        moved |= self._publish()
         moved |= self._request_permits()
         for batch in self.batches:
             moved |= self._start_host(batch)
-        moved |= self._publish()
         self._send_requests()
         self._send_aborts()
         self._renew_and_ask_again()
@@ -129,7 +137,7 @@ class Simulator:
         """How long the main loop may wait for replies and environments before the next `step`."""
         idle = any(slot.state is State.IDLE for batch in self.batches for slot in batch.slots)
         until_permit_s = self._next_permit_s - time.monotonic() if idle and not self.worker.draining else BEAT_S
-        return min(BEAT_S / 4, max(0.0, until_permit_s))
+        return min(LOOK_S, max(0.0, until_permit_s))
 
     # ---- replies
 
@@ -212,10 +220,7 @@ class Simulator:
         batch.host.start_chunk(actions, active, reset_rows, values)
 
     def _poll_host(self, batch: _Batch) -> bool:
-        if not batch.host.busy:
-            return False
-        with self.meter.busy("environments"):
-            outcome = batch.host.poll()
+        outcome = batch.host.poll()
         if outcome is None:
             return False
         for cause in outcome.causes:
@@ -404,6 +409,14 @@ def make_hosts(config: Config, make: Callable[[Config, int], Host]) -> list[Host
     return hosts
 
 
+def _wait(descriptors: list[int], timeout_s: float) -> Set[int]:
+    """Those that are readable, once one is; none when the time is over."""
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return {descriptor for descriptor, _ in poll.poll(1000 * timeout_s)}
+
+
 def serve(worker: Worker, config: Config) -> None:
     """The main loop of a simulator process: until drained, stopped, or its environments keep failing."""
     admit(worker)
@@ -417,19 +430,19 @@ def serve(worker: Worker, config: Config) -> None:
 
         def work() -> bool:
             worker.beat()
-            return simulator.step(replies)
+            return simulator.step(replies, readable)
 
+        readable: Set[int] = frozenset()
         while not worker.stopping:
             replies = thread.drain()
-            moved = worker.patiently(work)
+            worker.patiently(work)
             if worker.draining:
                 drain_until_s = drain_until_s or time.monotonic() + config.flow.drain_deadline_s
                 if simulator.idle or time.monotonic() > drain_until_s:
                     break
-            if not moved:
-                with worker.meter.busy("waiting"):
-                    environments = [waitable for batch in simulator.batches for waitable in batch.host.waitables()]
-                    wait([thread.waitable, *environments], timeout=simulator.patience_s())
+            with worker.meter.busy("waiting"):
+                environments = [waitable for batch in simulator.batches for waitable in batch.host.waitables()]
+                readable = _wait([thread.waitable.fileno(), *environments], simulator.patience_s())
     finally:
         simulator.close()
 

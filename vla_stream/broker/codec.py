@@ -17,7 +17,7 @@ import xxhash
 from vla_stream.errors import BadMessage
 
 Value = str | bytes | int | float
-Piece = bytes | memoryview  # of single bytes
+Piece = bytes | bytearray | memoryview  # the latter of single bytes
 
 MAX_PACKET_BYTES = 256 * 1024 * 1024  # half of Redis's own limit for one bulk string (F26)
 MAX_HEADER_BYTES = 1024 * 1024
@@ -28,6 +28,9 @@ ALIGNMENT = 16  # so that a view into the packet is aligned for every dtype and 
 
 DTYPES = {name: np.dtype(name) for name in ("|b1", "|u1", "|i1", "<u2", "<i2", "<u4", "<i4", "<u8", "<i8")}
 DTYPES |= {name: np.dtype(name) for name in ("<f2", "<f4", "<f8")}
+BOOL = DTYPES["|b1"]
+KINDS = {dtype: name for name, dtype in DTYPES.items()}
+COPIED_BELOW_BYTES = 4096  # a piece of its own costs more than the copy
 
 
 def pack(arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any] | None = None) -> bytes:
@@ -37,30 +40,35 @@ def pack(arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any] | None = None
 
 
 def pieces(arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any] | None = None) -> list[Piece]:
-    """The same packet in pieces, of which the arrays are not copied: for whoever writes one piece after the other."""
+    """The same packet in pieces, large arrays uncopied: for whoever writes one piece after the other."""
     described: list[list[Any]] = []
     chunks: list[Piece] = []
-    position = 0
+    small, position = bytearray(), 0
     for name, array in arrays.items():
-        little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
-        kind = little.dtype.str if little.dtype.str in DTYPES else None
-        if kind is None:
-            raise BadMessage(f"array {name}: dtype {array.dtype} cannot travel, expected one of {', '.join(DTYPES)}")
-        described.append([name, kind, list(array.shape)])
-        chunks.append(little.reshape(-1).view(np.uint8).data)
-        if padding := -little.nbytes % ALIGNMENT:
-            chunks.append(b"\0" * padding)
-        position += little.nbytes + padding
+        if (kind := KINDS.get(array.dtype)) is None:
+            array = array.astype(array.dtype.newbyteorder("<"))  # one of the big-endian dtypes, if any
+            if (kind := KINDS.get(array.dtype)) is None:
+                expected = ", ".join(DTYPES)
+                raise BadMessage(f"array {name}: dtype {array.dtype} cannot travel, expected one of {expected}")
+        described.append([name, kind, array.shape])
+        padding = -array.nbytes % ALIGNMENT
+        if array.nbytes < COPIED_BELOW_BYTES:
+            small += array.tobytes() + bytes(padding)
+        else:
+            chunks += [small, np.ascontiguousarray(array).reshape(-1).view(np.uint8).data]
+            small = bytearray(padding)
+        position += array.nbytes + padding
     header = msgpack.packb([described, dict(meta or {})])
     if len(header) > MAX_HEADER_BYTES or position > MAX_PACKET_BYTES:
         raise BadMessage(f"packet of {position} bytes is too large, expected at most {MAX_PACKET_BYTES}")
-    filler = b"\0" * (_arrays_start(len(header)) - 4 - len(header))
-    return [len(header).to_bytes(4, "little") + header + filler, *chunks]
+    filler = bytes(_arrays_start(len(header)) - 4 - len(header))
+    first, *others = [*chunks, small]
+    return [len(header).to_bytes(4, "little") + header + filler + first, *others]
 
 
 def unpack(packet: bytes | memoryview) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Arrays (read-only views into `packet`, no copy) and meta. Raises BadMessage."""
-    view = memoryview(packet)
+    view = memoryview(packet).toreadonly()
     if not 4 <= len(view) <= MAX_PACKET_BYTES + MAX_HEADER_BYTES:
         raise BadMessage(f"packet of {len(view)} bytes, expected 4 to {MAX_PACKET_BYTES}")
     header_bytes = int.from_bytes(view[:4], "little")
@@ -74,11 +82,11 @@ def unpack(packet: bytes | memoryview) -> tuple[dict[str, np.ndarray], dict[str,
         size = count * dtype.itemsize
         if size > len(view) - position:
             raise BadMessage(f"array {name}: shape {shape} needs {size} bytes, {len(view) - position} are left")
-        array = np.frombuffer(view, dtype=np.uint8 if dtype == np.bool_ else dtype, count=count, offset=position)
-        if dtype == np.bool_:
-            array = array != 0
-        arrays[name] = array.reshape(shape)
-        arrays[name].flags.writeable = False
+        if dtype is BOOL:  # another byte than 0 and 1 makes no valid array
+            arrays[name] = np.asarray(np.ndarray(shape, np.uint8, view, position) != 0)
+            arrays[name].flags.writeable = False
+        else:
+            arrays[name] = np.ndarray(shape, dtype, view, position)
         position += size + (-size % ALIGNMENT)
     if position != len(view):
         raise BadMessage(f"packet of {len(view)} bytes, expected {position} from its header")
@@ -189,12 +197,10 @@ def digest_of(*data: bytes | bytearray | memoryview) -> str:
 
 
 def _digest(raw: Mapping[bytes, bytes]) -> bytes:
-    state = xxhash.xxh64()
+    parts: list[bytes] = []
     for name in sorted(raw):
-        value = raw[name]
-        state.update(b"%d:%s=%d:" % (len(name), name, len(value)))
-        state.update(value)
-    return state.hexdigest().encode()
+        parts += (b"%d:%s=%d:" % (len(name), name, len(raw[name])), raw[name])
+    return xxhash.xxh64_hexdigest(b"".join(parts)).encode()
 
 
 def _value(value: Value) -> bytes:
