@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import re
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -50,6 +51,48 @@ CLOCK_REFRESH_S = 10.0
 CLOCK_SAMPLES = 3
 
 
+class _OneConnection(redis.ConnectionPool):
+    """One connection, lent to one thread at a time. redis-py's own pools count for telemetry at every loan, which takes
+    longer than a small command."""
+
+    def __init__(self, *, wait_s: float, **settings: Any) -> None:
+        self._wait_s = wait_s
+        super().__init__(**settings)
+
+    def reset(self) -> None:
+        """Also in a process that was forked: it must not use its parent's socket (F05)."""
+        self._turn = threading.Lock()
+        self._one: Any = None
+        super().reset()
+
+    def get_connection(self, *_: Any, **__: Any) -> Any:
+        self._checkpid()
+        if not self._turn.acquire(timeout=self._wait_s):
+            raise redis.ConnectionError(f"another thread has used the connection for {self._wait_s:g} s")
+        try:
+            self._one = connection = self._one or self.make_connection()
+            connection.connect()
+            try:
+                fit = not connection.can_read()  # an answer that nobody took, else (F04)
+            except (*UNREACHABLE, OSError):
+                fit = False
+            if not fit:
+                connection.disconnect()
+                connection.connect()
+        except BaseException:
+            self._turn.release()
+            raise
+        return connection
+
+    def release(self, connection: Any) -> None:
+        if connection is self._one:  # not one from before a fork
+            self._turn.release()
+
+    def disconnect(self, inuse_connections: bool = True) -> None:
+        if self._one is not None:
+            self._one.disconnect()
+
+
 def connect(url: str, *, name: str, block_s: float = 0.0, margin_s: float = REPLY_MARGIN_S) -> Client:
     """A client with exactly one connection, made at the first command and again after it broke.
 
@@ -75,7 +118,7 @@ def connect(url: str, *, name: str, block_s: float = 0.0, margin_s: float = REPL
 
     settings: dict[str, Any] = {
         "max_connections": 1,
-        "timeout": block_s + margin_s,
+        "wait_s": block_s + margin_s,
         "decode_responses": False,
         # RESP2 has the same shape of replies in all versions of redis-py and needs no HELLO.
         "protocol": 2,
@@ -86,7 +129,7 @@ def connect(url: str, *, name: str, block_s: float = 0.0, margin_s: float = REPL
         "redis_connect_func": greet,
     }
     _check_url(url, settings)
-    pool = redis.BlockingConnectionPool.from_url(url, **settings)
+    pool = _OneConnection.from_url(url, **settings)
     return redis.Redis.from_pool(pool)
 
 
