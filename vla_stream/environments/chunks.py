@@ -68,14 +68,17 @@ def run_chunk(
         observations = result.observations
         executed[:, step] = running
         rewards += np.where(running, result.reward, 0.0)
-        terminated |= running & result.terminated
         success |= running & result.success
+        ended = running & (result.terminated | result.truncated)
+        if not ended.any():
+            continue
         # A row that is both is terminated: there is nothing after it to bootstrap from.
-        cut = running & result.truncated & ~result.terminated
+        terminated |= ended & result.terminated
+        cut = ended & ~result.terminated
         truncated |= cut
         if cut.any():
             finals.append((np.flatnonzero(cut), observations.take(np.flatnonzero(cut))))
-        running &= ~(result.terminated | result.truncated)
+        running &= ~ended
     assert observations is not None
     resets = reset_rows & (terminated | truncated)
     if resets.any():
