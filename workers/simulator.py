@@ -175,6 +175,8 @@ class Simulator:
 
     def _start_host(self, batch: _Batch) -> bool:
         """Resets first, then requests of slots that need none, then a chunk once all active slots have replies."""
+        if not any(slot.state in (State.WANTING, State.READY) for slot in batch.slots):
+            return False
         wanting = [slot for slot in batch.slots if slot.state is State.WANTING]
         due = [slot for slot in wanting if slot.resets_due().any()]
         self._ask([(slot, slot.last_observations) for slot in wanting if slot not in due])
