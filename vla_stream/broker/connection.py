@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 import re
-import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -18,6 +17,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, NoPermissionError, OutOfMemoryError, ResponseError
 from redis.retry import Retry
 
+from vla_stream.broker.client import Client, OneConnection
 from vla_stream.broker.complaints import PLAIN_PORT, PROBE_TIMEOUT_S, explain, plain_greeting, without_secrets
 from vla_stream.errors import InputError
 
@@ -34,7 +34,6 @@ __all__ = [
     "connect",
 ]
 
-Client = redis.Redis
 # What a worker meets while Redis is down, restarting or cut off: wait by Backoff and go on.
 UNREACHABLE = (redis.ConnectionError, redis.TimeoutError)
 # What XADD and SET meet under noeviction when maxmemory is reached: producers wait, consumers drain.
@@ -49,48 +48,6 @@ CONNECT_TIMEOUT_S = 5.0
 REPLY_MARGIN_S = 10.0
 CLOCK_REFRESH_S = 10.0
 CLOCK_SAMPLES = 3
-
-
-class _OneConnection(redis.ConnectionPool):
-    """One connection, lent to one thread at a time. redis-py's own pools count for telemetry at every loan, which takes
-    longer than a small command."""
-
-    def __init__(self, *, wait_s: float, **settings: Any) -> None:
-        self._wait_s = wait_s
-        super().__init__(**settings)
-
-    def reset(self) -> None:
-        """Also in a process that was forked: it must not use its parent's socket (F05)."""
-        self._turn = threading.Lock()
-        self._one: Any = None
-        super().reset()
-
-    def get_connection(self, *_: Any, **__: Any) -> Any:
-        self._checkpid()
-        if not self._turn.acquire(timeout=self._wait_s):
-            raise redis.ConnectionError(f"another thread has used the connection for {self._wait_s:g} s")
-        try:
-            self._one = connection = self._one or self.make_connection()
-            connection.connect()
-            try:
-                fit = not connection.can_read()  # an answer that nobody took, else (F04)
-            except (*UNREACHABLE, OSError):
-                fit = False
-            if not fit:
-                connection.disconnect()
-                connection.connect()
-        except BaseException:
-            self._turn.release()
-            raise
-        return connection
-
-    def release(self, connection: Any) -> None:
-        if connection is self._one:  # not one from before a fork
-            self._turn.release()
-
-    def disconnect(self, inuse_connections: bool = True) -> None:
-        if self._one is not None:
-            self._one.disconnect()
 
 
 def connect(url: str, *, name: str, block_s: float = 0.0, margin_s: float = REPLY_MARGIN_S) -> Client:
@@ -129,8 +86,9 @@ def connect(url: str, *, name: str, block_s: float = 0.0, margin_s: float = REPL
         "redis_connect_func": greet,
     }
     _check_url(url, settings)
-    pool = _OneConnection.from_url(url, **settings)
-    return redis.Redis.from_pool(pool)
+    pool = OneConnection.from_url(url, **settings)
+    client: Client = Client.from_pool(pool)  # type: ignore[assignment]
+    return client
 
 
 def check_server(client: Client) -> tuple[int, ...] | None:
@@ -281,7 +239,7 @@ def _version(client: Client, info: dict[str, str]) -> tuple[int, ...] | None:
     text = info.get("redis_version")
     if text is None:
         try:
-            reply = client.execute_command("HELLO")  # type: ignore[no-untyped-call]
+            reply = client.execute_command("HELLO")
         except ResponseError:
             return None
         text = dict(zip(reply[::2], reply[1::2], strict=True))[b"version"].decode()
