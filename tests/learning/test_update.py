@@ -70,7 +70,7 @@ def test_every_array_of_a_sample_stays_together() -> None:
     segment = dataclasses.replace(segment, extras={"states": states}, versions=np.arange(T))
     segment.valid[3:, 0] = False
     samples = sampled(make_learner(policy), segment)
-    np.testing.assert_array_equal(samples.extras["states"], samples.observations.state)
+    np.testing.assert_array_equal(samples.extras["states"], samples.observations.gather().state)
     np.testing.assert_array_equal(samples.actions, segment.actions[segment.valid])
     np.testing.assert_array_equal(samples.versions, np.nonzero(segment.valid)[0])
     np.testing.assert_array_equal(samples.executed, segment.executed[segment.valid])
@@ -257,7 +257,8 @@ def test_a_batch_split_in_parts_gives_the_gradient_of_the_whole() -> None:
     samples = dataclasses.replace(samples, advantages=normalise(samples.advantages))
 
     def sums(part: Samples) -> tuple[losses.Sum, losses.Sum]:
-        observations = dataclasses.replace(part.observations, state=part.observations.state.astype(np.float64))
+        observations = part.observations.gather()
+        observations = dataclasses.replace(observations, state=observations.state.astype(np.float64))
         evaluation = policy.evaluate(observations, part.actions.astype(np.float64), part.extras)
         mask = losses.element_mask(part.executed, A, "action")
         new, proximal, behaviour = (

@@ -47,7 +47,7 @@ def evaluate(
 ) -> tuple[Terms, dict[str, float]]:
     """The loss by the policy's current weights, with gradients, and the sums that metrics are made of (see `Tally`)."""
     granularity = algorithm.granularity
-    evaluation = policy.evaluate(samples.observations, samples.actions, samples.extras)
+    evaluation = policy.evaluate(samples.observations.gather(), samples.actions, samples.extras)
     executed = samples.executed.to(device)
     mask = losses.element_mask(executed, samples.actions.shape[-1], granularity)
     logprobs = losses.to_elements(evaluation.logprobs, executed, granularity)

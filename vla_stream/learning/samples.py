@@ -22,13 +22,51 @@ from vla_stream.policies.protocol import Policy
 
 
 @dataclass(frozen=True, slots=True)
+class Rows:
+    """N rows of observations that stay where they are until `gather` copies them, once, to where they are read: images
+    are nearly all of the bytes that an update moves.
+
+    sources observations, which must agree on cameras and shapes; source, row: i64[N] which of them, and which of its
+    """
+
+    sources: Sequence[Observations]
+    source: np.ndarray
+    row: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def take(self, index: np.ndarray) -> Rows:
+        """The given rows, in the given order."""
+        return Rows(self.sources, self.source[index], self.row[index])
+
+    def gather(self) -> Observations:
+        """All of them in one piece; there is at least one."""
+        places = list(zip(self.source.tolist(), self.row.tolist(), strict=True))
+        images = {}
+        for camera, like in self.sources[0].images.items():
+            images[camera] = np.empty((len(places), *like.shape[1:]), dtype=like.dtype)
+            for image, (source, row) in zip(images[camera], places, strict=True):
+                image[:] = self.sources[source].images[camera][row]
+        state = np.stack([self.sources[source].state[row] for source, row in places])
+        return Observations(images, state, [self.sources[source].instruction[row] for source, row in places])
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Rows]) -> Rows:
+        """All rows of `parts`, in order."""
+        firsts = np.cumsum([0, *(len(part.sources) for part in parts)])
+        source = np.concatenate([part.source + first for part, first in zip(parts, firsts[:-1], strict=True)])
+        return cls([each for part in parts for each in part.sources], source, np.concatenate([p.row for p in parts]))
+
+
+@dataclass(frozen=True, slots=True)
 class Samples:
     """N valid chunk steps on the host: observations and arrays for `Policy.evaluate`, tensors for the losses.
 
     executed bool[N, H]; behaviour, proximal f32[N, H, A] log-probs; values, advantages, returns f32[N]; versions i64[N]
     """
 
-    observations: Observations
+    observations: Rows
     actions: np.ndarray
     extras: Mapping[str, np.ndarray]
     executed: Tensor
@@ -43,7 +81,7 @@ class Samples:
         return len(self.values)
 
     def take(self, index: np.ndarray) -> Samples:
-        """The given samples, copied, in the given order."""
+        """The given samples, in the given order."""
         rows = torch.from_numpy(index)
         return Samples(
             self.observations.take(index),
@@ -54,14 +92,14 @@ class Samples:
 
     def without_inputs(self) -> Samples:
         """What is left to describe once the policy has seen them: observations are most of the memory."""
-        nothing = np.empty(0, dtype=np.float32)
-        return dataclasses.replace(self, observations=Observations({}, nothing, []), actions=nothing, extras={})
+        nothing = np.empty(0, dtype=np.int64)
+        return dataclasses.replace(self, observations=Rows((), nothing, nothing), actions=nothing, extras={})
 
     @classmethod
     def concatenate(cls, parts: Sequence[Samples]) -> Samples:
         """All samples of `parts`, in order."""
         return cls(
-            Observations.concatenate([part.observations for part in parts]),
+            Rows.concatenate([part.observations for part in parts]),
             np.concatenate([part.actions for part in parts]),
             {name: np.concatenate([part.extras[name] for part in parts]) for name in parts[0].extras},
             *(torch.cat(tensors) for tensors in zip(*(part._tensors() for part in parts), strict=True)),
@@ -94,19 +132,23 @@ def make_samples(policy: Policy, segment: Segment, algorithm: config.Algorithm, 
     needed[1:] |= bootstraps
     t, row = np.nonzero(needed)
     on_grid = len(t)
-    observations = Observations.concatenate(segment.observations).take(t * rows + row)
+    source, source_row, sources = t, row, list(segment.observations)
     if segment.final is not None:
-        observations = Observations.concatenate([observations, segment.final])
+        sources.append(segment.final)
+        source = np.concatenate([t, np.full(len(final_t), steps + 1)])
+        source_row = np.concatenate([row, np.arange(len(final_t))])
         t, row = np.concatenate([t, final_t]), np.concatenate([row, final_row])
+    observations = Rows(sources, source, source_row)
     # An observation without a decision of its own is evaluated with a neighbour's: only its value is used.
     decision = (np.minimum(t, steps - 1), row)
     actions = segment.actions[decision]
     extras = {name: array[decision] for name, array in segment.extras.items()}
     logprobs, values = _evaluate(policy, observations, actions, extras, most_rows)
 
-    grid = torch.zeros(steps + 1, rows)
-    grid[torch.from_numpy(needed)] = values[:on_grid]
-    valid = torch.from_numpy(segment.valid)
+    # Indexing is numpy's: it takes a fraction of torch's time on arrays as small as these.
+    grid_values = np.zeros((steps + 1, rows), dtype=np.float32)
+    grid_values[needed] = values[:on_grid].numpy()
+    grid, valid = torch.from_numpy(grid_values), torch.from_numpy(segment.valid)
     advantages = gae(
         torch.from_numpy(segment.rewards),
         grid[:-1],
@@ -119,32 +161,33 @@ def make_samples(policy: Policy, segment: Segment, algorithm: config.Algorithm, 
     )[valid]
     # np.nonzero and boolean indexing both go through [T, k] in time order, so these rows line up with `[valid]`.
     chosen = np.nonzero(np.concatenate([segment.valid, np.zeros((1, rows), dtype=bool)])[needed])[0]
-    old_values = grid[:-1][valid]
+    old_values = torch.from_numpy(grid_values[:-1][segment.valid])
     return Samples(
         observations=observations.take(chosen),
         actions=actions[chosen],
         extras={name: array[chosen] for name, array in extras.items()},
-        executed=torch.from_numpy(segment.executed)[valid],
-        behaviour=torch.from_numpy(segment.logprobs)[valid],
-        proximal=logprobs[torch.from_numpy(chosen)],
+        executed=torch.from_numpy(segment.executed[segment.valid]),
+        behaviour=torch.from_numpy(segment.logprobs[segment.valid]),
+        proximal=torch.from_numpy(logprobs.numpy()[chosen]),
         values=old_values,
         advantages=advantages,
         returns=advantages + old_values,
-        versions=torch.from_numpy(segment.versions)[:, None].expand(-1, rows)[valid],
+        versions=torch.from_numpy(np.repeat(segment.versions[:, None], rows, axis=1)[segment.valid]),
     )
 
 
 def why_not_trainable(samples: Samples, ticket: int) -> str | None:
     """Why nothing can be learnt from an update with these samples of segment `ticket`; None if all is well."""
-    if not samples.executed.any(-1).all():
+    executed = samples.executed.numpy()
+    if not executed.any(-1).all():
         return f"a valid chunk step of segment {ticket} has no executed action"
-    for name, tensor in (
-        ("behaviour log-prob", samples.behaviour[samples.executed]),
-        ("proximal log-prob", samples.proximal[samples.executed]),
-        ("value", samples.values),
-        ("return", samples.returns),
+    for name, array in (
+        ("behaviour log-prob", samples.behaviour.numpy()[executed]),
+        ("proximal log-prob", samples.proximal.numpy()[executed]),
+        ("value", samples.values.numpy()),
+        ("return", samples.returns.numpy()),
     ):
-        if not torch.isfinite(tensor).all():
+        if not np.isfinite(array).all():
             return f"a {name} of segment {ticket} is not finite"
     return None
 
@@ -156,14 +199,14 @@ def parts(index: np.ndarray, most: int) -> Iterator[np.ndarray]:
 
 
 def _evaluate(
-    policy: Policy, observations: Observations, actions: np.ndarray, extras: Mapping[str, np.ndarray], most_rows: int
+    policy: Policy, observations: Rows, actions: np.ndarray, extras: Mapping[str, np.ndarray], most_rows: int
 ) -> tuple[Tensor, Tensor]:
     """Log-probs f32[N, H, A] and values f32[N] on the host, without gradients."""
     logprobs, values = [torch.zeros(0, *actions.shape[1:])], [torch.zeros(0)]
     with torch.no_grad():
         for index in parts(np.arange(len(actions)), most_rows):
             part = {name: array[index] for name, array in extras.items()}
-            evaluation = policy.evaluate(observations.take(index), actions[index], part)
+            evaluation = policy.evaluate(observations.take(index).gather(), actions[index], part)
             logprobs.append(evaluation.logprobs.float().cpu())
             values.append(evaluation.values.float().cpu())
     return torch.cat(logprobs), torch.cat(values)

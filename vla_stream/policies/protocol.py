@@ -93,6 +93,11 @@ class NormalisedPolicy(Protocol):
 def row_noise(noise_keys: np.ndarray, size: int) -> np.ndarray:
     """Standard normal noise f32[B, size]; row i depends on noise_keys[i] only (Philox counter generator)."""
     noise = np.empty((len(noise_keys), size), dtype=np.float32)
-    for row, key in enumerate(noise_keys):
-        noise[row] = np.random.Generator(np.random.Philox(key=int(key))).standard_normal(size, dtype=np.float32)
+    # A generator made by its key would first ask the system for entropy, which takes as long as all the rest.
+    philox = np.random.Philox(key=0)
+    generator, state = np.random.Generator(philox), philox.state
+    for row, key in zip(noise, noise_keys, strict=True):
+        state["state"]["key"][0] = key
+        philox.state = state
+        generator.standard_normal(dtype=np.float32, out=row)
     return noise
