@@ -2,17 +2,20 @@
 
 Around each command redis-py counts and times for an exporter that is not there, and prepares retries that `connect`
 switches off: measured, 77 µs of CPU time for a PING instead of 30, and 174 µs instead of 70 for a reply's transaction.
-The commands themselves, packing, parsing and connections are redis-py's.
+The commands themselves, parsing and connections are redis-py's.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import hiredis
 import redis
 from redis.exceptions import ResponseError
+
+JOINED_BYTES = 1 << 16
 
 Answer = TypeVar("Answer")
 
@@ -81,7 +84,7 @@ class Client(redis.Redis):
         """Send one command, and read its reply."""
 
         def body(connection: Any) -> Any:
-            connection.send_command(*args)
+            connection.send_packed_command(_packed(connection, [args]))
             return self.parse_response(connection, args[0], **options)  # type: ignore[no-untyped-call]
 
         return self.connection_pool.talk(body)
@@ -107,7 +110,7 @@ class Pipeline(redis.client.Pipeline):
             commands = [("MULTI",), *commands, ("EXEC",)]
 
         def body(connection: Any) -> list[Any]:
-            connection.send_packed_command(connection.pack_commands(commands))
+            connection.send_packed_command(_packed(connection, commands))
             return [_reply(connection) for _ in commands]
 
         replies = self.connection_pool.talk(body)
@@ -127,6 +130,16 @@ class Pipeline(redis.client.Pipeline):
             return reply
         options.pop("keys", None)  # for redis-py's cache
         return self.response_callbacks[args[0]](reply, **options)
+
+
+def _packed(connection: Any, commands: Sequence[tuple[Any, ...]]) -> list[bytes]:
+    """What to send, in as few pieces as large values, which are not copied once more, allow."""
+    try:
+        # A name may be two words.
+        pieces = [hiredis.pack_command((*args[0].split(), *args[1:])) for args in commands]
+    except TypeError:  # redis-py takes more types of values, and names those it does not take
+        return list(connection.pack_commands(commands))
+    return [b"".join(pieces)] if sum(map(len, pieces)) <= JOINED_BYTES else pieces
 
 
 def _reply(connection: Any) -> Any:
