@@ -91,6 +91,12 @@ class Run:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def in_use(folder: Path) -> list[str]:
+    """Segments that have a file in a run's folder under /dev/shm; a file that waits for another segment is nobody's."""
+    found = (path.name for path in folder.iterdir()) if folder.exists() else ()
+    return sorted(name for name in found if not name.startswith(lanes.FREE))
+
+
 def sockets_of(pid: int) -> set[str]:
     """The sockets that a process holds beyond its standard streams, by the kernel's numbers."""
     found = set()

@@ -6,7 +6,7 @@ import socket
 import time
 from collections.abc import Set
 
-from vla_stream.broker.lanes import MIN_FREE_BYTES, Lane, RedisLane, ShmLane, shm_lacks
+from vla_stream.broker.lanes import MIN_FREE_BYTES, Lane, RedisLane, ShmLane
 from vla_stream.broker.queue import WorkQueue
 from vla_stream.config import Config
 from vla_stream.errors import InputError
@@ -62,7 +62,7 @@ class LaneChoice:
 
     def _shm_lacks(self, segments: int, free_bytes: int) -> str | None:
         packets = segments * (self.config.segment_steps + 1)
-        lacking = shm_lacks(self._shm.folder, max(free_bytes, packets * self._shm.largest_bytes))
+        lacking = self._shm.lacks(max(free_bytes, packets * self._shm.largest_bytes))
         return lacking or (self._failure if time.monotonic() < self._avoid_until_s else None)
 
     def _say(self, sentence: str) -> None:

@@ -12,11 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from live_run import in_use
 
 from vla_stream.broker import lanes
 from vla_stream.broker.codec import MAX_PACKET_BYTES, digest_of
 from vla_stream.broker.connection import Client
 from vla_stream.broker.lanes import (
+    FREE,
+    LOOKED_AT,
     PayloadReader,
     RedisLane,
     ShmLane,
@@ -118,23 +121,75 @@ def test_f27_bytes_that_were_replaced_do_not_pass_for_the_referenced_ones(lane: 
 # ---- shm
 
 
-def test_every_shm_write_starts_aligned_so_that_mapped_arrays_are(folder: Path) -> None:
-    lane, segment = ShmLane(folder), segment_name(1, 1)
-    offsets = [int(lane.write(segment, 0, data).split(":")[2]) for data in DATA]
-    assert offsets == [0, 1008, 1056]
-
-
 def test_shm_files_are_private_to_the_user(folder: Path) -> None:
     segment = segment_name(1, 1)
     ShmLane(folder).write(segment, 0, b"x")
     assert (folder / segment).stat().st_mode & 0o777 == 0o600
 
 
-def test_a_mapped_payload_stays_valid_after_its_file_is_removed(folder: Path, reader: PayloadReader) -> None:
+def test_a_file_that_is_done_with_is_written_again_and_what_was_read_from_it_stays(
+    folder: Path, reader: PayloadReader
+) -> None:
+    lane, first, second = ShmLane(folder), segment_name(1, 1), segment_name(2, 1)
+    old = lane.write(first, 0, DATA[0])
+    number, read = (folder / first).stat().st_ino, reader.read(old)
+    lane.release(first)
+    reader.remove(old)
+    new = lane.write(second, 0, DATA[1])
+    assert (folder / second).stat().st_ino == number and in_use(folder) == [second]
+    assert read == DATA[0] and reader.read(new) == DATA[1]
+    with pytest.raises(PayloadUnreachable):
+        reader.read(old)
+
+
+def test_a_file_that_is_written_again_under_its_reader_does_not_pass_for_what_was_referenced(
+    folder: Path, reader: PayloadReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lane, segment = ShmLane(folder), segment_name(1, 1)
-    view = reader.read(lane.write(segment, 0, DATA[0]))
-    lane.remove(segment)
-    assert bytes(view) == DATA[0]
+    reference = lane.write(segment, 0, DATA[0])
+    pread = os.pread
+
+    def late(descriptor: int, size: int, offset: int) -> bytes:
+        reader.remove(reference)
+        lane.write(segment_name(2, 1), 0, DATA[2])
+        return pread(descriptor, size, offset)
+
+    lane.release(segment)
+    monkeypatch.setattr(lanes.os, "pread", late)
+    with pytest.raises(BadMessage, match="other bytes than were referenced"):
+        reader.read(reference)
+
+
+def test_files_in_use_are_never_written_again_and_few_more_than_those_are_kept(folder: Path) -> None:
+    lane, used = ShmLane(folder), []
+    for ticket in range(400):
+        used.append(segment_name(ticket, 1))
+        lane.write(used[-1], 0, DATA[0])
+        lane.release(used[-1])
+        if len(used) > 20:
+            # The oldest stays; of the others it is now this one, now that one.
+            lane.remove(used.pop(1 + ticket * 7 % (len(used) - 1)))
+        assert in_use(folder) == sorted(used)
+    assert len(os.listdir(folder)) <= 20 * LOOKED_AT / (LOOKED_AT - 1) + LOOKED_AT
+
+
+def test_a_free_file_that_somebody_removed_is_forgotten(folder: Path) -> None:
+    lane = ShmLane(folder)
+    for ticket in range(3):
+        segment = segment_name(ticket, 1)
+        lane.write(segment, 0, DATA[0])
+        lane.remove(segment)
+        (folder / f"{FREE}{segment}").unlink()
+    assert os.listdir(folder) == [] and list(lane._written) == [segment]
+
+
+def test_f28_free_files_go_before_dev_shm_is_called_full(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lane, kept, done = ShmLane(folder), segment_name(1, 1), segment_name(2, 1)
+    for segment in (kept, done):
+        lane.write(segment, 0, DATA[0])
+    lane.remove(done)
+    monkeypatch.setattr(lanes, "shm_lacks", lambda *_: "full" if len(os.listdir(folder)) > 1 else None)
+    assert lane.lacks(1000) is None and os.listdir(folder) == [kept]
 
 
 def test_f29_a_reader_that_ends_leaves_the_segment_to_other_processes(
@@ -202,9 +257,7 @@ def test_f28_a_reference_of_another_host_is_told_from_one_that_is_gone(
     assert type(caught.value) is PayloadUnreachable
 
 
-def test_f28_a_file_shorter_than_its_reference_is_refused_before_it_is_mapped(
-    folder: Path, reader: PayloadReader
-) -> None:
+def test_f28_a_file_shorter_than_its_reference_is_refused(folder: Path, reader: PayloadReader) -> None:
     segment = segment_name(1, 1)
     reference = ShmLane(folder).write(segment, 0, DATA[0])
     os.truncate(folder / segment, 999)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from live_run import Run
+from live_run import Run, in_use
 
 from vla_stream.broker.connection import Client
 from vla_stream.config import Config
@@ -58,7 +58,7 @@ def test_an_inline_run_makes_all_updates_its_books_balance_and_it_is_exactly_on_
     }
     assert not any(key.startswith(("worker:", "actions:", "blob:")) for key in left)
     assert run.client.xlen(run.keys.obs_requests) == run.client.xlen(run.keys.trajectories) == 0
-    assert not run.shm.exists() or list(run.shm.iterdir()) == []
+    assert in_use(run.shm) == []
 
 
 @pytest.mark.parametrize("segment", ["episode", {"steps": 3}], ids=["episodes", "steps"])

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from live_run import Run
+from live_run import Run, in_use
 
 from vla_stream.broker import lanes
 from vla_stream.broker.connection import UNREACHABLE
@@ -431,10 +431,10 @@ def test_draining_finishes_what_is_begun_and_begins_nothing(make: Make, run: Run
 def test_closing_gives_permits_back_and_removes_streams_and_files(make: Make, run: Run) -> None:
     bench = make(broker__lane="shm")
     bench.serve()
-    assert len(list(run.shm.iterdir())) == 2
+    assert len(in_use(run.shm)) == 2
     bench.simulator.close()
     bench.simulator.close()
-    assert list(run.shm.iterdir()) == [] and not run.client.exists(run.keys.actions("simulator-0"))
+    assert in_use(run.shm) == [] and not run.client.exists(run.keys.actions("simulator-0"))
     books = run.flow.books()
     assert books.outcomes["aborted"] == 2 and books.in_flight == 0 and books.balance == 0
 
@@ -442,7 +442,7 @@ def test_closing_gives_permits_back_and_removes_streams_and_files(make: Make, ru
 def test_observations_below_the_threshold_travel_inline(make: Make, run: Run) -> None:
     bench = make()
     assert all(request.payload is not None for request in bench.requests().values())
-    assert list(run.shm.iterdir()) == []
+    assert in_use(run.shm) == []
 
 
 def test_observations_above_the_threshold_travel_in_one_file_per_segment_which_an_abort_removes(
@@ -451,7 +451,7 @@ def test_observations_above_the_threshold_travel_in_one_file_per_segment_which_a
     bench = make(broker__inline_below_bytes=100)
     requests = list(bench.requests().values())
     assert [request.ref.split(":")[0] for request in requests] == ["shm", "shm"]
-    assert sorted(path.name.partition("-")[0] for path in run.shm.iterdir()) == ["1.1", "2.1"]
+    assert [name.partition("-")[0] for name in in_use(run.shm)] == ["1.1", "2.1"]
     bench.send(ActionReply(requests[0].id, 1, "", None, "no"))
     bench.simulator.step(bench.simulator.replies.read(None))
     assert not list(run.shm.glob("1.1-*")) and len(list(run.shm.glob("2.1-*"))) == 1

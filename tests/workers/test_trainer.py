@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from live_run import Run
+from live_run import Run, in_use
 from trainer_bench import A, Bench, H, K, Make, T
 
 from vla_stream.broker.connection import UNREACHABLE
@@ -65,12 +65,12 @@ def test_an_update_commits_publishes_weights_and_removes_its_segments_and_their_
     bench.feed(1, shm=True)
     assert not trainer.step(None), "one of two segments is not enough"
     bench.feed(2, shm=True)
-    assert len(list(run.shm.iterdir())) == 3
+    assert len(in_use(run.shm)) == 3
     assert trainer.step(None)
     manifest = bench.weights()
     assert (manifest.version, manifest.update, manifest.epoch) == (2, 1, 1) and manifest.digest != first.digest
     assert 0 < run.client.pttl(run.keys.weight_chunk(1, 1, 0)) <= 60_000, "generators may still be reading it"
-    assert bench.waiting() == 1 and [path.name.partition("-")[0] for path in run.shm.iterdir()] == ["3.1"]
+    assert bench.waiting() == 1 and [name.partition("-")[0] for name in in_use(run.shm)] == ["3.1"]
     books = run.flow.books()
     assert books.outcomes["trained"] == 2 and books.in_flight == 1 and books.balance == 0
     (sample,) = bench.samples()
@@ -99,7 +99,7 @@ def test_segments_above_the_stale_limit_are_refused_and_their_tickets_given_out_
     (permit, _) = bench.feed(shm=True)
     assert not trainer.step(None)
     assert run.flow.books().outcomes["refused"] == 2 and run.flow.books().balance == 0
-    assert bench.waiting() == 0 and list(run.shm.iterdir()) == []
+    assert bench.waiting() == 0 and in_use(run.shm) == []
     assert f"segment {permit.member}: its staleness is 2, at most 1 is trained" in str(run.events())
     assert bench.permits(1) == [Permit(permit.ticket, 2, 2)]
 
@@ -325,7 +325,7 @@ def test_with_ack_checkpoint_a_crash_costs_no_segment(make: Make, run: Run) -> N
     books = run.flow.books()
     assert (books.outcomes["trained"], books.outcomes["rolled_back"], books.balance) == (6, 0, 0)
     again.close()
-    assert bench.waiting() == 0 and list(run.shm.iterdir()) == []
+    assert bench.waiting() == 0 and in_use(run.shm) == []
 
 
 def test_with_ack_checkpoint_a_crash_between_checkpoint_and_release_trains_nothing_twice(
