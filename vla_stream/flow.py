@@ -303,10 +303,10 @@ class Flow:
 
     # ---- trainer
 
-    def is_published(self, consumed: Consumed) -> bool:
-        """Whether this entry is the one that its ticket was published as: not a copy, a forgery, or a ghost (F19)."""
-        entry: Any = self.client.hget(self.keys.entries, consumed.member)
-        return bool(entry == consumed.entry.encode())
+    def published_as(self, members: Sequence[str]) -> list[str]:
+        """The entry that each of these was published as, or '': any other is a copy, a forgery or a ghost (F19)."""
+        entries: Any = self.client.hmget(self.keys.entries, list(members)) if members else []
+        return [(entry or b"").decode(errors="replace") for entry in entries]
 
     def refuse(self, epoch: int, entry: str, counter: Literal["refused", "poisoned", "lost_with_server"]) -> bool:
         """An entry of `trajectories` is not trained: remove it, count it, give its ticket out again (unless it was

@@ -197,30 +197,36 @@ class Trainer:
     def _take_all(self, entries: Sequence[Entry]) -> int:
         """Returns how many of them cannot be used."""
         damaged: list[tuple[Entry, str]] = []
+        arrived: list[tuple[Entry, Trajectory]] = []
+        ours = {held.entry.id for held in (*self._held.values(), *self._added.values())} | self._kept.keys()
         for entry in entries:
+            if entry.id in ours:
+                continue  # pending after a reconnect, or delivered once more by a group that was made anew
             try:
-                self._take(entry)
+                arrived.append((entry, Trajectory.from_fields(entry.fields)))
+            except BadMessage as exc:
+                damaged.append((entry, str(exc)))
+        published = self.flow.published_as([trajectory.member for _, trajectory in arrived])
+        for (entry, trajectory), published_as in zip(arrived, published, strict=True):
+            try:
+                if published_as != entry.id:
+                    raise BadMessage(f"segment {trajectory.member} was not published as this entry")
+                self._take(entry, trajectory)
             except BadMessage as exc:
                 damaged.append((entry, str(exc)))
         if damaged:
             self._poisoned(damaged)
         return len(damaged)
 
-    def _take(self, entry: Entry) -> None:
+    def _take(self, entry: Entry, trajectory: Trajectory) -> None:
         """Raises BadMessage."""
-        # Pending after a reconnect, or delivered once more by a group that was made anew.
-        if entry.id in self._kept or any(entry.id == held.entry.id for held in (self._held | self._added).values()):
+        if trajectory.segment.ticket in self._lineage:
+            # Published, trained, and registered anew by a simulator that never heard of it from the lost server.
+            self.flow.refuse(self.epoch, entry.id, "lost_with_server")
+            self._remove_payloads(trajectory)
+            self.worker.say("refused", f"segment {trajectory.member}: its ticket was trained before, it is dropped")
             return
         try:
-            trajectory = Trajectory.from_fields(entry.fields)
-            if not self.flow.is_published(Consumed(entry.id, trajectory.member)):
-                raise BadMessage(f"segment {trajectory.member} was not published as this entry")
-            if trajectory.segment.ticket in self._lineage:
-                # Published, trained, and registered anew by a simulator that never heard of it from the lost server.
-                self.flow.refuse(self.epoch, entry.id, "lost_with_server")
-                self._remove_payloads(trajectory)
-                self.worker.say("refused", f"segment {trajectory.member}: its ticket was trained before, it is dropped")
-                return
             segment = trajectory.load(self.reader.read)
             self._check_shapes(segment)
         except PayloadUnreachable as exc:

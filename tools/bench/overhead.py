@@ -36,7 +36,7 @@ KINDS: Mapping[str, frozenset[tuple[str, str]]] = {
     "leases": frozenset({("renew", "queue.py"), ("take_over", "queue.py"), ("renew", "replies.py")}),
     "permits": frozenset(
         (name, "flow.py")
-        for name in ("grant", "renew", "abort", "register", "is_published", "refuse_all", "miss", "ready_in_order")
+        for name in ("grant", "renew", "abort", "register", "published_as", "refuse_all", "miss", "ready_in_order")
     ),
     "digests": frozenset({("digest_of", "codec.py"), ("_digest", "codec.py")}),
 }
