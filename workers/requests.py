@@ -179,13 +179,13 @@ def collate(works: list[Work], config: Config) -> Batch:
     """One batch of these requests, padded to one of the fixed sizes."""
     rows = sum(work.request.n for work in works)
     size = padded_size(rows, config.generators.padded_sizes, config.generators.max_batch_size)
-    observations = Observations.concatenate([work.observations for work in works])
+    parts = [work.observations for work in works]
+    # Padding repeats the last row: any valid input will do, and its outputs are cut off again.
+    parts += [works[-1].observations.take([-1] * (size - rows))] if size > rows else []
+    observations = Observations.concatenate(parts)
     ids = [(work.request.id.ticket, work.request.id.step, work.request.n) for work in works]
     keys = np.concatenate([seeds.noise_keys(config.seed, *part) for part in ids])
-    if size > rows:
-        # Padding repeats the last row: any valid input will do, and its outputs are cut off again.
-        index = np.minimum(np.arange(size), rows - 1)
-        observations, keys = observations.take(index), keys[index]
+    keys = keys[np.minimum(np.arange(size), rows - 1)]
     return Batch(works, observations, keys, rows, min(work.entry.born_ms for work in works))
 
 
