@@ -653,9 +653,12 @@ def test_a_generator_that_leaves_while_redis_is_down_waits_without_using_a_cpu(t
     ):
         # Half a batch, which is due soon: it owns a request that it can not answer.
         bench = Bench(run, run.start(generators__max_wait_ms=2500, flow__drain_deadline_s=4.0))
-        bench.request(1)
         leaving = start(run)
-        bench.until(lambda: _pending(bench) and client.exists(run.keys.worker("generator-7")))
+        bench.until(lambda: client.hget(run.keys.worker("generator-7"), "state") == b"running")
+        bench.request(1)
+        bench.until(lambda: _pending(bench))
+        before = _reads(client)
+        bench.until(lambda: _reads(client) > before + 2)  # it reads on, so it holds what it has read
         server.stop()
         leaving.send_signal(signal.SIGTERM)
         asked_s, used_s = time.monotonic(), cpu_s(leaving.pid)
@@ -670,6 +673,10 @@ def _pending(bench: Bench) -> int:
     """0 also while there is no group yet."""
     groups: Any = bench.run.client.xinfo_groups(bench.run.keys.obs_requests)
     return sum(group["pending"] for group in groups)
+
+
+def _reads(client: Any) -> int:
+    return int(client.info("commandstats")["cmdstat_xreadgroup"]["calls"])
 
 
 def test_a_generators_own_entries_are_not_served_twice_when_their_lease_passes(make: Make) -> None:

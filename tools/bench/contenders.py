@@ -31,7 +31,7 @@ from vla_stream.policies.protocol import Act
 from vla_stream.streams.actions import ActionReply
 from vla_stream.streams.keys import GENERATORS, Keys
 from vla_stream.streams.obs_requests import ObsRequest, RequestId
-from vla_stream.streams.observations import pack_observations, unpack_observations
+from vla_stream.streams.observations import observation_pieces, unpack_observations
 from workers.lifeline import die_with_parent
 from workers.replies import Replies
 
@@ -101,11 +101,11 @@ class Library:
             self._forget(slot)
             self._segments[slot] = segment_name(slot, 1)
         self._steps[slot] += 1
-        data = pack_observations(Observations({"front": self._marks.next(slot)}, self._state, ["touch the red cube"]))
+        data = observation_pieces(Observations({"front": self._marks.next(slot)}, self._state, ["touch the red cube"]))
         identity = RequestId(SIMULATOR, INCARNATION, 0, slot, slot, 1, step)
         if self._lane is None:
-            return ObsRequest(identity, 1, 0, "sample", data, "")
-        return ObsRequest(identity, 1, 0, "sample", None, self._lane.write(self._segments[slot], step, data))
+            return ObsRequest(identity, 1, 0, "sample", b"".join(data), "")
+        return ObsRequest(identity, 1, 0, "sample", None, self._lane.write(self._segments[slot], step, *data))
 
     def receive(self) -> list[int]:
         found = []
