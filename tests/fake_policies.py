@@ -24,7 +24,7 @@ class Linear(nn.Module):
     """A shared linear trunk over state and mean image, a Gaussian action head with one log-std, a value head."""
 
     class Options(Section):
-        hang_once: str = Field(default="", description="A file: while it exists, remove it and hang in act.")
+        hang_once: str = Field(default="", description="A file: while it exists, remove it and hang at a request.")
         poison: Literal["raise", "exit", "segfault"] = Field(default="raise", description="What a POISON state does.")
         loss: Literal["finite", "nan"] = Field(default="finite", description="nan: no update ever succeeds.")
 
@@ -44,7 +44,8 @@ class Linear(nn.Module):
         return torch.distributions.Normal(mean, self.log_std.exp()), self.value(hidden)[:, 0]
 
     def act(self, observations: Observations, noise_keys: np.ndarray | None) -> Act:
-        if self.options.hang_once and Path(self.options.hang_once).exists():
+        asked = any(observations.instruction)  # and not the blank observations of a warm-up
+        if asked and self.options.hang_once and Path(self.options.hang_once).exists():
             Path(self.options.hang_once).unlink()
             time.sleep(3600)
         if (observations.state == POISON).any():

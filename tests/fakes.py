@@ -140,3 +140,18 @@ class LineWhole(Line):
     """The same, as a device-vectorised simulator would be: all slots or none."""
 
     whole_batch: ClassVar[bool] = True
+
+
+class OneByOne:
+    """A batching strategy: one request per batch, at once."""
+
+    wait_ms = 0.0
+
+    def __init__(self, max_rows: int, max_wait_ms: float) -> None:
+        self.batches: list[int] = []
+
+    def takes(self, backlog: object, held: int, rows: int) -> float:
+        return 1
+
+    def served(self, rows: int, took_ms: float) -> None:
+        self.batches.append(rows)

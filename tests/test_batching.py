@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vla_stream.batching import Batcher, padded_size
+from vla_stream.batching import Auto, Backlog, Batcher, CostCurve, Deadline, Strategy, WorkConserving, padded_size
 
 SMALL, LARGE = (48, 48), (224, 224)
 
@@ -150,3 +152,65 @@ def test_no_batch_is_too_large_early_mixed_or_out_of_order_and_nothing_is_lost(
     assert (len(waiting), waiting.rows) == (0, 0)
     for shape in "xyz":
         assert sent[shape] == [item for item, (_, other, _) in requests.items() if other == shape]
+
+
+# ---- strategies
+
+
+def learnt(strategy: Strategy, batch_ms: float, row_ms: float) -> Strategy:
+    for rows in (3, 12, 6):
+        strategy.served(rows, batch_ms + row_ms * rows)
+    return strategy
+
+
+@pytest.mark.parametrize(("strategy", "wait_ms"), [(Deadline(8, 5.0), 5.0), (WorkConserving(8, 5.0), 0.0)])
+def test_a_fixed_strategy_takes_what_fits_without_looking(strategy: Strategy, wait_ms: float) -> None:
+    def look() -> Backlog:
+        raise AssertionError("nobody needs the backlog")
+
+    assert (strategy.takes(look, 1, 4), strategy.wait_ms) == (math.inf, wait_ms)
+
+
+@pytest.mark.parametrize(
+    ("batch_ms", "row_ms", "share"),
+    [
+        (3.0, 6.0, 3),  # 11 waiting and 1 here, for 4 generators
+        (17.9, 3.0, 3),
+        (18.1, 3.0, 6),  # the batch costs more than twice what a request of 3 rows adds: for the 2 that are free
+        (60.0, 0.0, 6),
+    ],
+)
+def test_auto_takes_a_fair_share_of_what_waits(batch_ms: float, row_ms: float, share: int) -> None:
+    auto = learnt(Auto(1000, 5.0), batch_ms, row_ms)
+    assert (auto.takes(lambda: Backlog(11, 4, 2), 1, 3), auto.wait_ms) == (share, 0.0)
+
+
+def test_auto_takes_the_only_request_and_all_when_it_is_alone() -> None:
+    auto = learnt(Auto(1000, 5.0), 1.0, 1.0)
+    assert auto.takes(lambda: Backlog(0, 4, 4), 1, 3) == 1
+    assert auto.takes(lambda: Backlog(9, 1, 1), 1, 3) == 10
+
+
+def test_auto_follows_a_device_whose_costs_change() -> None:
+    auto = learnt(Auto(1000, 5.0), 1.0, 10.0)
+    for _ in range(200):
+        learnt(auto, 100.0, 1.0)
+    assert auto.takes(lambda: Backlog(7, 4, 2), 1, 3) == 4
+
+
+def test_a_cost_curve_is_the_least_squares_line_and_never_negative() -> None:
+    curve = CostCurve()
+    assert curve.fit() == (0.0, 0.0)
+    curve.add(4, 10.0)
+    assert curve.fit() == (0.0, 2.5), "one size alone does not tell the two apart"
+    random = np.random.default_rng(0)
+    rows = random.integers(1, 9, 400)
+    times = 5.0 + 2.0 * rows + random.normal(0, 0.1, 400)
+    for row, time in zip(rows, times, strict=True):
+        curve.add(int(row), float(time))
+    assert curve.fit() == pytest.approx((5.0, 2.0), abs=0.1)
+    for batch, row in ((-4.0, 3.0), (40.0, -2.0)):
+        curve = CostCurve()
+        for size in (2, 4, 8):
+            curve.add(size, batch + row * size)
+        assert min(curve.fit()) == 0.0

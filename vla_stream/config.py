@@ -101,9 +101,15 @@ class Simulators(Section):
 
 class Generators(Section):
     count: Count = Field(default=1, ge=0, description="Generator processes that `run` starts.")
+    batching: str = Field(
+        default="deadline",
+        max_length=200,
+        description="deadline: wait up to max_wait_ms for a full batch; work_conserving: never wait; auto: never wait, "
+        "and take a fair share of what waits; or module:Class, see batching.py.",
+    )
     max_batch_size: Count = Field(default=32, ge=1, description="Rows that one inference may hold at most.")
     max_wait_ms: Milliseconds = Field(
-        default=5.0, ge=0, description="Age of the oldest request at which a batch is sent."
+        default=5.0, ge=0, description="Age of the oldest request at which a batch is sent; batching: deadline only."
     )
     padded_sizes: list[Annotated[Count, Field(ge=1)]] = Field(
         default_factory=list, description="Batch sizes in rows to pad to; max_batch_size is always one of them."

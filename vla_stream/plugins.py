@@ -1,4 +1,4 @@
-"""Environments and policies by name: an entry point, or `module:Class`.
+"""Environments, policies and batching strategies by name: an entry point, or `module:Class`.
 
 The config of an attached worker comes from Redis, where others may write: it imports entry points, and of modules only
 those that whoever attached it named with --allow.
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 ENVIRONMENTS = "vla_stream.environments"
 POLICIES = "vla_stream.policies"
+BATCHING = "vla_stream.batching"
 ALLOWED_VARIABLE = "VLA_STREAM_ALLOW"  # comma-separated modules; unset: any, since the config is this host's own
 
 

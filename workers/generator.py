@@ -17,10 +17,13 @@ import traceback
 from collections.abc import Callable
 from queue import Empty, Full, Queue
 
+import numpy as np
 import torch
 
+from vla_stream.batching import padded_size
 from vla_stream.broker.connection import Client
 from vla_stream.config import Config
+from vla_stream.environments.protocol import Observations, Specification
 from vla_stream.errors import BadMessage, RunFailed
 from vla_stream.policies.protocol import Act, Policy
 from vla_stream.streams.actions import ActionReply, check_act
@@ -83,7 +86,9 @@ class Generator:
             # The policy is someone else's code, and what it failed at may be one request among good ones (F16).
             return self._infer_one_by_one(batch, exc)
         self._failed_in_a_row = 0
-        self.worker.meter.mean("infer_ms", (time.monotonic() - started_s) * 1000)
+        took_ms = (time.monotonic() - started_s) * 1000
+        self.collector.strategy.served(len(batch.observations), took_ms)
+        self.worker.meter.mean("infer_ms", took_ms)
         replies: Answers = []
         start = 0
         for work in batch.works:
@@ -93,6 +98,26 @@ class Generator:
             )
             start = stop
         return replies
+
+    def warm_up(self, specification: Specification) -> None:
+        """Infer at every size of batch that the device will see, on black images: kernels are compiled and memory is
+        taken before the first request waits for it, and the strategy learns what a batch costs.
+
+        Raises RunFailed: a device that is too small for the largest batch says so now."""
+        generators, slot = self.config.generators, self.config.simulators.envs_per_slot
+        smallest = padded_size(slot, generators.padded_sizes, generators.max_batch_size)
+        for rows in sorted({smallest, *generators.padded_sizes, generators.max_batch_size}):
+            observations = Observations.blank(specification, rows)
+            try:
+                for _ in range(2):
+                    started_s = time.monotonic()
+                    self.policy.act(observations, np.zeros(rows, dtype=np.uint64))
+            except Exception as exc:
+                raise RunFailed(
+                    f"no inference for {rows} rows before the first request: {type(exc).__name__}: {exc}; "
+                    "see generators.max_batch_size and padded_sizes"
+                ) from exc
+            self.collector.strategy.served(rows, (time.monotonic() - started_s) * 1000)
 
     def _checked(self, act: Act, rows: int) -> Act:
         """What the policy returned, as the simulators will read it: one that says NaN has failed, and must not leave
@@ -275,7 +300,8 @@ def serve(worker: Worker, config: Config) -> None:
     worker.device = str(device)
     with worker.long_step("loading"):
         policy = make_policy(config, specification, device)
-    generator = Generator(worker, config, policy, worker.connect)
+        generator = Generator(worker, config, policy, worker.connect)
+        generator.warm_up(specification)
     wait_for_segments(worker, generator.answerer.queue, unreadable, config.flow.drain_deadline_s)
     stages = Stages(generator)
     worker.state = "running"

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vla_stream import seeds
-from vla_stream.batching import Batcher, padded_size
+from vla_stream import plugins, seeds
+from vla_stream.batching import Batcher, Strategy, padded_size
 from vla_stream.broker.connection import OUT_OF_MEMORY, Client, ServerClock
 from vla_stream.broker.lanes import PayloadReader
 from vla_stream.broker.queue import GARBAGE_AT_ONCE, Entry, WorkQueue
@@ -73,7 +73,11 @@ class Collector:
         )
         self.reader = PayloadReader(client, worker.keys.blob, worker.flow.shm_folder())
         self.clock = ServerClock(client)
-        self.batcher: Batcher[Work] = Batcher(config.generators.max_batch_size, config.generators.max_wait_ms)
+        generators = config.generators
+        self.strategy: Strategy = plugins.load_class(plugins.BATCHING, generators.batching)(
+            generators.max_batch_size, generators.max_wait_ms
+        )
+        self.batcher: Batcher[Work] = Batcher(generators.max_batch_size, self.strategy.wait_ms)
         self.refusals: Answers = []
         self.owned: dict[str, float] = {}  # entry id -> when it was read; until its reply is published
         self._elsewhere: dict[str, float] = {}  # entry id -> when it was first handed back
@@ -89,7 +93,7 @@ class Collector:
             self.owned.pop(entry.id, None)
 
     def look(self, block_ms: int | None) -> None:
-        """Read what is there, up to what the batch still takes; wait for the first request only when none waits."""
+        """Read what is there, up to what the strategy takes; wait for the first request only when none waits."""
         now_s = time.monotonic()
         if now_s >= self._next_take_over_s:
             self._next_take_over_s = now_s + self.config.flow.lease_s / 2
@@ -98,11 +102,17 @@ class Collector:
             self._next_sweep_s = now_s + SWEEP_S
             self.queue.sweep_consumers(idle_ms=int(10 * SWEEP_S * 1000))
         # Rows are environments: read as many requests as still fit, and leave the others to other generators (F30).
-        wanted = -(-self.batcher.missing_rows() // self.config.simulators.envs_per_slot)
-        block = None if len(self.batcher) else block_ms
-        entries = self.queue.read(wanted) if block is None else self.queue.read_balanced(wanted, block)
+        wanted, held = -(-self.batcher.missing_rows() // self.config.simulators.envs_per_slot), len(self.batcher)
+        if held:
+            entries = self.queue.read(int(min(wanted, self._share(held) - held)))
+        else:
+            entries = self.queue.read_balanced(wanted, block_ms, lambda: self._share(1) - 1)
         if self._add_all(entries) == len(entries) > 0:
             self._add_all(self.queue.read(GARBAGE_AT_ONCE))
+
+    def _share(self, held: int) -> float:
+        """Requests that the next batch may hold, of which so many are here."""
+        return self.strategy.takes(self.queue.backlog, held, self.config.simulators.envs_per_slot)
 
     def take(self) -> Batch | None:
         """The batch that is due, collated and padded to one of the fixed sizes."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import model
 import pytest
+
+from vla_stream.batching import Auto, Deadline, Strategy
 
 # Environment steps per second that another implementation of the same model gave for these profiles.
 ROWS = ("sync colocated", "sync", "+ async training", "+ async rollout", "+ streaming", "full", "full, η = 0", "bound")
@@ -82,3 +85,16 @@ def test_trainer_time_adds_up_in_lockstep_and_hides_behind_the_rollout_with_asyn
     profile = model.Profile(**numbers, **times, **costs)  # rollout 250 ms, training 110 ms
     assert model.throughput(profile, model.SYNC, 1, 1) == pytest.approx(20 / (250 + 110 + 40) * 1000)
     assert model.throughput(profile, model.ASYNC_TRAINING, 1, 1) == pytest.approx(20 / (250 + 40) * 1000)
+
+
+@pytest.mark.parametrize(("name", "rollout"), [("libero-pi05", 4), ("libero-pi05", 2), ("metaworld", 3)])
+def test_auto_batching_is_near_the_best_fixed_size_and_wait_although_these_differ(name: str, rollout: int) -> None:
+    profile = replace(model.load_profile(name), sample=0.0)  # the rollout is the limit
+
+    def rate(size: int, batching: Callable[[], Strategy]) -> float:
+        sized = replace(profile, slots_per_batch=size)
+        return model.throughput(sized, model.FULL, rollout, 1, updates=16, batching=batching)
+
+    fixed = {(size, wait): rate(size, lambda: Deadline(1, wait)) for size in (1, 2, 4, 8) for wait in (0, 5)}  # noqa: B023
+    assert min(fixed.values()) < 0.92 * max(fixed.values()), "there is something to tune"
+    assert rate(1000, lambda: Auto(1, 0)) >= 0.95 * max(fixed.values())

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from own_server import tls_server
 
+from vla_stream.batching import Backlog
 from vla_stream.broker.connection import OUT_OF_MEMORY, Client, ResponseError, connect
 from vla_stream.broker.queue import Entry, WorkQueue
 from vla_stream.broker.scripts import SWEEP_CONSUMER, Scripts
@@ -467,6 +468,32 @@ def test_a_balanced_read_of_an_idle_stream_returns_nothing_and_one_of_one_entry_
     assert queue.read_balanced(4, 1) == []
     add(client, stream, 2)
     assert len(queue.read_balanced(1, BLOCK_MS)) == 1
+
+
+def test_the_backlog_is_what_nobody_holds_and_those_who_could(client: Client, stream: str, queue_of: MakeQueue) -> None:
+    first, second = queue_of("generator-0"), queue_of("generator-1")
+    assert first.backlog() == Backlog(0, 1, 1)
+    added = add(client, stream, 5)
+    held = second.read(2)
+    assert first.backlog() == Backlog(3, 2, 1)
+    assert second.backlog() == Backlog(3, 1, 1), "one that has not asked yet is not known"
+    first.read(1)
+    second.done(ids(held))
+    assert first.backlog() == Backlog(2, 2, 2)
+    client.xdel(stream, added[2])  # held, and removed by somebody: not one of those that wait
+    assert first.backlog().requests == 1
+    first.lease_ms = 20
+    time.sleep(0.05)
+    assert first.backlog().generators == 1, "one that was silent for a lease does not count"
+
+
+def test_a_balanced_read_leaves_to_others_what_is_more_than_its_share(
+    client: Client, stream: str, queue_of: MakeQueue
+) -> None:
+    queue = queue_of("generator-0")
+    add(client, stream, 6)
+    assert len(queue.read_balanced(4, None, lambda: 2)) == 3
+    assert len(queue.read_balanced(4, None, lambda: 0)) == 1
 
 
 # ---- consumers

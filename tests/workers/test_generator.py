@@ -175,6 +175,50 @@ def test_f31_while_a_batch_fills_our_clock_ends_the_wait_and_not_a_block(make: M
     assert time.monotonic() - started_s < 5
 
 
+def test_auto_batching_divides_what_waits_among_the_generators(make: Make) -> None:
+    bench = make(generators__batching="auto", generators__max_batch_size=64)
+    first, second = bench.generator(0), bench.generator(1)
+    assert not second.step(None), "it has asked once"
+    for ticket in range(6):
+        bench.request(ticket)
+    assert first.step(None) and second.step(None)
+    assert [len(generator.collector.batcher) for generator in (first, second)] == [0, 0]
+    served = [generator.worker.progress for generator in (first, second)]
+    assert served == [3, 2], "half of six; of the three that are left, half again"
+    bench.serve(second, 6)
+
+
+def test_a_strategy_of_the_users_own_decides_how_much_a_batch_takes(make: Make) -> None:
+    bench = make(generators__batching="fakes:OneByOne", generators__max_batch_size=64)
+    generator = bench.generator()
+    for ticket in range(3):
+        bench.request(ticket)
+    bench.serve(generator, 3)
+    assert generator.policy.calls == [64, 64, 64]  # type: ignore[attr-defined]
+    assert generator.collector.strategy.batches == [64, 64, 64]  # type: ignore[attr-defined]
+
+
+def test_before_its_first_request_a_generator_infers_at_every_size_that_it_pads_to(make: Make) -> None:
+    bench = make(generators__max_batch_size=16, generators__padded_sizes=[2, 8], generators__batching="auto")
+    generator = bench.generator()
+    generator.warm_up(SPECIFICATION)
+    assert generator.policy.calls == [2, 2, 8, 8, 16, 16]  # type: ignore[attr-defined]
+
+
+def test_a_device_that_cannot_hold_the_largest_batch_says_so_before_the_first_request(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make(generators__max_batch_size=16)
+    generator = bench.generator()
+
+    def out_of_memory(observations: Observations, noise_keys: np.ndarray | None) -> Act:
+        raise RuntimeError("no room on the device")
+
+    monkeypatch.setattr(generator.policy, "act", out_of_memory)
+    with pytest.raises(RunFailed, match=r"no inference for \d+ rows .*no room on the device; see generators.max_batch"):
+        generator.warm_up(SPECIFICATION)
+
+
 def test_a_generator_whose_device_is_busy_leaves_requests_to_others_until_it_is_nearly_free(make: Make) -> None:
     bench = make(generators__max_wait_ms=0)
     busy, other = bench.generator(0), bench.generator(1)

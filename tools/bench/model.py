@@ -12,6 +12,7 @@ on its own, and a free generator takes up to `max_batch_size` rows of what waits
 from __future__ import annotations
 
 import heapq
+import itertools
 import sys
 from collections import deque
 from collections.abc import Callable
@@ -22,6 +23,7 @@ import numpy as np
 from modes import ASYNC_ROLLOUT, ASYNC_TRAINING, FULL, STREAMING, SYNC, Mode
 
 from vla_stream import config as settings
+from vla_stream.batching import Backlog, Strategy, WorkConserving
 from vla_stream.config import Config
 from vla_stream.environments.emulated import Emulated as EmulatedEnvironment
 from vla_stream.plugins import parse_options
@@ -30,6 +32,7 @@ from vla_stream.policies.emulated import Emulated as EmulatedPolicy
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "profiles"
 DEVICES = 8
 COLOCATED = "sync colocated"
+TINY = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +131,17 @@ def throughput(
     updates: int = 40,
     warm_up: int = 8,
     seed: int = 0,
+    batching: Callable[[], Strategy] | None = None,
 ) -> float:
-    """Environment steps per second of wall time, training included, after the first `warm_up` updates."""
+    """Environment steps per second of wall time, training included, after the first `warm_up` updates.
+
+    batching: makes the rule of each generator; by default none waits, and each takes what fits."""
     random = np.random.default_rng(seed)
     if mode.lockstep:
         period = _lockstep(profile, mode, rollout, training, random, updates)
     else:
-        pipeline = _Pipeline(profile, mode, rollout, training, max_staleness, random)
+        rules = [batching() if batching else WorkConserving(1, 0.0) for _ in range(rollout)]
+        pipeline = _Pipeline(profile, mode, rules, training, max_staleness, random)
         commits = pipeline.run(updates)
         period = (commits[-1] - commits[warm_up - 1]) / (updates - warm_up)
     return profile.environment_steps / period * 1000
@@ -178,14 +185,22 @@ class _Job:
     slot: int
     step: int
     chunk: float | None = None
+    born: float = 0.0
 
 
 class _Pipeline:
     """Slots, generators and a trainer without lockstep. A method named `_on_…` is an event."""
 
     def __init__(
-        self, profile: Profile, mode: Mode, rollout: int, training: int, max_staleness: int, random: np.random.Generator
+        self,
+        profile: Profile,
+        mode: Mode,
+        rules: list[Strategy],
+        training: int,
+        max_staleness: int,
+        random: np.random.Generator,
     ) -> None:
+        self._rules, rollout = rules, len(rules)
         self.profile, self.mode, self.training, self.random = profile, mode, training, random
         self.admitted = (1 + max_staleness) * profile.segments
         self.now = 0.0
@@ -200,6 +215,7 @@ class _Pipeline:
         self._idle = deque(range(profile.slots))
         self._outstanding = self._published = self._trained = 0
         self._training = False
+        self._alarm = 0.0  # the next look at batches that wait
 
     def run(self, updates: int) -> list[float]:
         """Times of the first `updates` commits."""
@@ -223,6 +239,7 @@ class _Pipeline:
                 self._after(self.profile.reset, lambda slot=slot: self._enqueue(_Job(slot, 0)))
 
     def _enqueue(self, job: _Job) -> None:
+        job.born = self.now
         self._queues[job.slot % len(self._queues)].append(job)
         self._serve()
 
@@ -230,18 +247,38 @@ class _Pipeline:
         for device, queue in enumerate(self._queues):
             if self._busy[device] or not queue:
                 continue
-            self._busy[device] = True
-            jobs = [queue.popleft()]
-            if jobs[0].chunk is not None:
-                self._after(jobs[0].chunk, lambda device=device, job=jobs[0]: self._on_simulated(device, job))
+            if queue[0].chunk is not None:
+                self._busy[device] = True
+                job = queue.popleft()
+                self._after(job.chunk, lambda device=device, job=job: self._on_simulated(device, job))
                 continue
-            while queue and queue[0].chunk is None and len(jobs) < self.profile.slots_per_batch:
-                jobs.append(queue.popleft())
+            jobs = self._batch(self._rules[device], queue)
+            if not jobs:
+                continue
+            self._busy[device] = True
             took = self.profile.infer(self.profile.rows * len(jobs))
             if not self.mode.background and self._loaded[device] < len(self.commits):
                 self._loaded[device] = len(self.commits)
                 took += self.profile.load
+            self._rules[device].served(self.profile.rows * len(jobs), took)
             self._after(took, lambda device=device, jobs=jobs: self._on_replies(device, jobs))
+
+    def _batch(self, rule: Strategy, queue: deque[_Job]) -> list[_Job]:
+        """What a free device infers now: none while its rule waits for more."""
+        waiting = list(itertools.takewhile(lambda job: job.chunk is None, queue))
+        share = min(self.profile.slots_per_batch, rule.takes(lambda: self._backlog(len(waiting)), 1, self.profile.rows))
+        due = waiting[0].born + rule.wait_ms
+        if len(waiting) < share and self.now < due - TINY:
+            if not self.now < self._alarm <= due:
+                self._alarm = due
+                self._after(due - self.now, self._serve)
+            return []
+        return [queue.popleft() for _ in waiting[: int(share)]]
+
+    def _backlog(self, waiting: int) -> Backlog:
+        if self.profile.on_device:
+            return Backlog(waiting - 1, 1, 1)
+        return Backlog(waiting - 1, len(self._busy), self._busy.count(False))
 
     def _on_replies(self, device: int, jobs: list[_Job]) -> None:
         self._busy[device] = False

@@ -111,26 +111,41 @@ def pipeline(
     plans = [emulated_plan(profile_file(name), devices, overrides) for name in _names(names, real)]
     plans += [real_plan(overrides)] if real else []
     rows = select(plans, chosen)
-    folder = output_folder(output)
-    about = {"machine": machine(), "updates": updates, "warm_up": warm_up, "repeats": repeats, "set": list(overrides)}
-    interrupted = False
-    with Signals() as signals:
-        try:
-            for row, number_of_run in interleaved(rows, repeats):
-                run = measure(row.files, row.overlay, overrides, signals, updates=updates, warm_up=warm_up)
-                row.runs.append(run)
-                click.echo(f"{row.profile} · {row.name} · run {number_of_run}/{repeats}: {line(run)}", err=True)
-                write_json(folder / FILES["json"], {**about, "profiles": [plain(plan) for plan in plans]})
-        except Interrupted:
-            interrupted = True
+    about = {"updates": updates, "warm_up": warm_up, "repeats": repeats, "set": list(overrides)}
+    interrupted = take_turns(rows, plans, about, output_folder(output) / FILES["json"])
     for plan in plans:
         if any(row.runs for row in plan.rows):
             click.echo(f"\n{plan.profile}\n{show(plan)}")
     if any(row.runs for row in rows):
-        draw(plans, folder / FILES["plot"])
-        click.echo(f"\n{folder / FILES['json']}, {folder / FILES['plot']}")
+        draw(plans, output / FILES["plot"])
+        click.echo(f"\n{output / FILES['json']}, {output / FILES['plot']}")
     if interrupted:
         raise click.Abort
+
+
+def take_turns(rows: Sequence[Row], plans: Sequence[Plan], about: Mapping[str, Any], file: Path) -> bool:
+    """Every row once, then every row again, as often as `about` says; after each run all is in `file`. Returns whether
+    the person had enough of it."""
+    about = {"machine": machine(), **about}
+    with Signals() as signals:
+        try:
+            for row, number_of_run in interleaved(rows, about["repeats"]):
+                run = measure(
+                    row.files,
+                    row.overlay,
+                    about["set"],
+                    signals,
+                    updates=about["updates"],
+                    warm_up=about["warm_up"],
+                )
+                row.runs.append(run)
+                click.echo(
+                    f"{row.profile} · {row.name} · run {number_of_run}/{about['repeats']}: {line(run)}", err=True
+                )
+                write_json(file, {**about, "profiles": [plain(plan) for plan in plans]})
+        except Interrupted:
+            return True
+    return False
 
 
 def _names(names: Sequence[str], real: bool) -> list[str]:

@@ -6,10 +6,12 @@ since an acknowledgement alone frees nothing (F20). There is no MAXLEN here: tri
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vla_stream.batching import Backlog
 from vla_stream.broker.connection import OUT_OF_MEMORY, Client, ResponseError
 from vla_stream.broker.scripts import HAND_BACK, RENEW, SWEEP_CONSUMER, Scripts
 
@@ -75,10 +77,13 @@ class WorkQueue:
             return []
         return to_entries(reply)
 
-    def read_balanced(self, count: int, block_ms: int) -> list[Entry]:
-        """Block for one entry, then take what is there: else one blocked reader gets the lion's share (F30)."""
+    def read_balanced(
+        self, count: int, block_ms: int | None, more: Callable[[], float] = lambda: math.inf
+    ) -> list[Entry]:
+        """Block for one entry, then take what is there, at most `more()`: else one blocked reader gets the lion's share
+        (F30)."""
         first = self.read(min(1, count), block_ms)
-        return first + self.read(count - 1) if first and count > 1 else first
+        return first + self.read(int(min(count - 1, more()))) if first and count > 1 else first
 
     def take_over(self, count: int) -> list[Entry]:
         """Entries whose owner let their lease pass; they are ours now. Continues from its own cursor (F18).
@@ -152,14 +157,24 @@ class WorkQueue:
         """Whether another consumer asked for entries within the last lease, as each does that is alive."""
         return any(consumer["idle"] < self.lease_ms for consumer in self._others())
 
+    def backlog(self) -> Backlog:
+        """What nobody has taken, and the consumers for it: those that asked within the last lease, and this one."""
+        consumers, me = self._consumers(), self.consumer.encode()
+        waiting = int(self.client.xlen(self.stream)) - sum(consumer["pending"] for consumer in consumers)
+        others = [c for c in consumers if c["name"] != me and c["idle"] < self.lease_ms]
+        return Backlog(max(0, waiting), 1 + len(others), 1 + sum(consumer["pending"] == 0 for consumer in others))
+
     def _others(self) -> list[dict[str, Any]]:
+        return [consumer for consumer in self._consumers() if consumer["name"] != self.consumer.encode()]
+
+    def _consumers(self) -> list[dict[str, Any]]:
         try:
             consumers: Any = self.client.xinfo_consumers(self.stream, self.group)
         except ResponseError as exc:
             if "no such key" not in str(exc) and not str(exc).startswith("NOGROUP"):
                 raise
             return []
-        return [consumer for consumer in consumers if consumer["name"] != self.consumer.encode()]
+        return list(consumers)
 
     def _with_deliveries(self, entries: list[Entry]) -> list[Entry]:
         if not entries:

@@ -27,7 +27,7 @@ def check(configs: tuple[Path, ...], overrides: tuple[str, ...]) -> None:
     from vla_stream import plugins
 
     config = settings.load(configs, overrides)
-    check_environment(config)
+    check_classes(config)
     check_files(config)
     policy = plugins.load_class(plugins.POLICIES, config.policy.name)
     plugins.parse_options(policy, config.policy.options, "policy.options")
@@ -38,9 +38,13 @@ def check(configs: tuple[Path, ...], overrides: tuple[str, ...]) -> None:
     click.echo("the config is valid")
 
 
-def check_environment(config: Config) -> None:
-    """The environment's class and options, where this host needs them. Raises InputError."""
+def check_classes(config: Config) -> None:
+    """Classes that the config names, and the environment's options, where this host needs them. The policy's are left
+    to its workers: reading them may import torch. Raises InputError."""
     from vla_stream import plugins
+
+    if config.generators.count > 0:
+        plugins.load_class(plugins.BATCHING, config.generators.batching)
 
     if config.simulators.count > 0:
         environment = plugins.load_class(plugins.ENVIRONMENTS, config.environment.name)

@@ -46,13 +46,12 @@ def run(
     Ctrl-C finishes the segments in flight and ends; a second one stops at once. Everything lands in runs/NAME/.
     """
     from vla_stream import config as settings
-    from vla_stream.cli.check import check_environment, check_files
+    from vla_stream.cli.check import check_classes, check_files
     from vla_stream.cli.display import make_display
     from vla_stream.cli.folder import RunFolder
 
     config = settings.load(configs, [*overrides, *([f"updates={updates}"] if updates else [])])
-    # The policy's options are left to its workers: reading them would import torch here.
-    check_environment(config)
+    check_classes(config)
     if not resume:
         check_files(config)
     url = url or os.environ.get(URL_VARIABLE) or None

@@ -32,6 +32,12 @@ class Observations:
     def __len__(self) -> int:
         return len(self.instruction)
 
+    @classmethod
+    def blank(cls, specification: Specification, rows: int) -> Self:
+        """So many rows of these shapes: black images, a state of zeros, no words."""
+        images = {camera: np.zeros((rows, *size, 3), dtype=np.uint8) for camera, size in specification.cameras.items()}
+        return cls(images, np.zeros((rows, specification.state_dims), dtype=np.float32), [""] * rows)
+
     def take(self, rows: Sequence[int] | np.ndarray) -> Self:
         """The given rows, copied, in the given order."""
         index = np.asarray(rows, dtype=np.int64)
