@@ -110,7 +110,7 @@ def cluster(tmp_path: Path, port: int, run_name: str) -> Iterator[Cluster]:
 
 
 def config_of(cluster: Cluster, **sections: Any) -> configs.Config:
-    """Two tiny updates, with observations through Redis: the way that needs the most rights.
+    """Two tiny updates, with observations through Redis and automatic batching: what needs the most rights.
 
     Without a launcher nobody has the run's folder under /dev/shm, so that readers have `auto` mean Redis."""
     data: dict[str, Any] = {
@@ -120,7 +120,7 @@ def config_of(cluster: Cluster, **sections: Any) -> configs.Config:
         "environment": {"name": "tabletop", "max_steps": 8},
         "policy": {"name": "tiny", "chunk": 4},
         "simulators": {"count": 1, "slots": 2, "envs_per_slot": 2, "segment": {"steps": 2}},
-        "generators": {"max_batch_size": 4},
+        "generators": {"max_batch_size": 4, "batching": "auto"},
         "trainer": {"segments_per_update": 2, "epochs": 1, "critic_warmup_updates": 0},
         "flow": {"lease_s": 2.0},
         "broker": {"inline_below_bytes": 0},
