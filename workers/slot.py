@@ -58,6 +58,7 @@ class _Record:
     chunks: list[dict[str, np.ndarray]] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finals: list[Observations] = field(default_factory=list)
+    final_payload: bytes | str | None = None
     final_index: list[tuple[int, int]] = field(default_factory=list)
     episodes: list[Episode] = field(default_factory=list)
 
@@ -194,12 +195,14 @@ class Slot:
         return np.full(self.k, goes_on, dtype=bool)
 
     def finish(self) -> Trajectory:
-        """The complete segment. Writes the closing and the pre-reset observations. Raises PayloadUnreachable."""
+        """The complete segment. Writes the closing and the pre-reset observations, but once: called again after a lost
+        reply, it may be trained, and its file another segment's. Raises PayloadUnreachable."""
         assert self.permit is not None and self._observations is not None
         record = self._record
         if len(record.payloads) == self.step:
             record.payloads.append(self._write(self._observations))
-        final_payload = self._write(Observations.concatenate(record.finals)) if record.finals else None
+        if record.finals and record.final_payload is None:
+            record.final_payload = self._write(Observations.concatenate(record.finals))
         stacked = {name: np.stack([chunk[name] for chunk in record.chunks]) for name in record.chunks[0]}
         segment = Segment(
             ticket=self.permit.ticket,
@@ -215,7 +218,7 @@ class Slot:
         place = self.place
         identity = f"{place.simulator}/{place.incarnation}/{place.batch}.{place.slot}/{self.permit.member}"
         payloads = tuple(record.payloads)
-        return Trajectory(identity, self.permit.attempt, segment, payloads, final_payload, tuple(record.episodes))
+        return Trajectory(identity, self.permit.attempt, segment, payloads, record.final_payload, tuple(record.episodes))
 
     def published(self) -> None:
         """The segment is in the trainer's hands: its bytes stay, the slot is free."""

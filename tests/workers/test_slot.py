@@ -271,6 +271,19 @@ def test_the_bytes_of_a_segment_are_written_once_into_one_file_which_stays_until
     assert file.name.startswith("7.1-")
 
 
+def test_a_segment_that_is_published_again_after_a_lost_reply_writes_nothing_more(folder: Path) -> None:
+    slot, lane = make_slot(steps=1), ShmLane(folder)
+    slot.begin(Permit(7, 1, 0), lane)
+    slot.ask(seen(0, 0))
+    turn(slot, chunk(seen(1, 1), truncated=(0,), final=seen(77)))
+    first = slot.finish()
+    (file,) = folder.iterdir()
+    size = file.stat().st_size
+    # The trainer may be done with it by now, and its file be another segment's.
+    assert slot.finish().references() == first.references()
+    assert file.stat().st_size == size
+
+
 def test_dropping_a_segment_removes_its_file(folder: Path) -> None:
     slot = make_slot()
     slot.begin(Permit(7, 1, 0), ShmLane(folder))
