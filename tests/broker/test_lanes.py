@@ -142,7 +142,7 @@ def test_a_file_that_is_done_with_is_written_again_and_what_was_read_from_it_sta
         reader.read(old)
 
 
-def test_a_file_that_is_written_again_under_its_reader_does_not_pass_for_what_was_referenced(
+def test_a_file_that_is_written_again_under_its_reader_is_gone_to_that(
     folder: Path, reader: PayloadReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lane, segment = ShmLane(folder), segment_name(1, 1)
@@ -156,7 +156,7 @@ def test_a_file_that_is_written_again_under_its_reader_does_not_pass_for_what_wa
 
     lane.release(segment)
     monkeypatch.setattr(lanes.os, "pread", late)
-    with pytest.raises(BadMessage, match="other bytes than were referenced"):
+    with pytest.raises(PayloadUnreachable, match="done with"):
         reader.read(reference)
 
 
@@ -181,6 +181,24 @@ def test_a_free_file_that_somebody_removed_is_forgotten(folder: Path) -> None:
         lane.remove(segment)
         (folder / f"{FREE}{segment}").unlink()
     assert os.listdir(folder) == [] and list(lane._written) == [segment]
+
+
+def test_f28_a_file_that_was_free_for_long_is_not_swept_while_it_is_taken(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lane, done, begun = ShmLane(folder), segment_name(1, 1), segment_name(2, 1)
+    lane.write(done, 0, DATA[0])
+    lane.remove(done)
+    os.utime(folder / f"{FREE}{done}", (0, 0))
+    opened = os.open
+
+    def late(path: str, flags: int, mode: int = 0o777) -> int:
+        assert sweep(folder, [], older_than_s=60) == 0, "its permit may be younger than the sweep's list"
+        return opened(path, flags, mode)
+
+    monkeypatch.setattr(lanes.os, "open", late)
+    lane.write(begun, 0, DATA[0])
+    assert in_use(folder) == [begun]
 
 
 def test_f28_free_files_go_before_dev_shm_is_called_full(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ SHM_ROOT = Path("/dev/shm")
 SEGMENT = re.compile(r"[0-9]{1,18}\.[0-9]{1,4}-[0-9a-f]{8}")
 REFERENCE = re.compile(r"(shm|redis):([^:]{1,64}):([0-9]{1,15}):([0-9]{1,12}):([0-9a-f]{16})")
 FREE = "free-"  # before the name of the segment that a file was written for, once that is done with
-LOOKED_AT = 4  # files, before a new one is made: of those in use a quarter more than needed is kept then
+LOOKED_AT = 4  # files, before a new one is made: no more than about a quarter of all are free then
 MIN_FREE_BYTES = 64 * 1024 * 1024
 
 
@@ -138,7 +138,9 @@ class ShmLane:
                 self._written.append(name)
                 continue
             with contextlib.suppress(FileNotFoundError):  # swept, or removed by people: forgotten
-                os.rename(f"{self.folder}/{FREE}{name}", f"{self.folder}/{segment}")
+                free = f"{self.folder}/{FREE}{name}"
+                os.utime(free)  # else `sweep`, whose list may be older than this segment's permit, took it for old
+                os.rename(free, f"{self.folder}/{segment}")
                 return True
         return False
 
@@ -188,6 +190,9 @@ class PayloadReader:
         lane, segment, place, size, digest = parse_reference(reference)
         data = self._shm(segment, place, size) if lane == "shm" else self._redis(segment, place)
         if len(data) != size or digest_of(data) != digest:
+            # Its writer may have taken the file for another segment meanwhile; the name went first.
+            if lane == "shm" and not os.path.lexists(f"{self.folder}/{segment}"):
+                raise PayloadUnreachable(f"{self.folder / segment}: its segment was done with while it was read")
             raise BadMessage(f"payload {reference} holds {len(data)} other bytes than were referenced")
         return data
 
