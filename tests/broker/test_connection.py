@@ -218,6 +218,23 @@ def test_f04_a_blocking_read_that_is_given_up_leaves_no_reply_to_the_next_comman
         assert reader.xlen(key) == 1
 
 
+def test_f04_a_greeting_that_a_signal_interrupts_is_made_anew_before_the_next_command(redis_url: str) -> None:
+    with contextlib.closing(connect(redis_url, name="whole")) as client:
+        settings = client.connection_pool.connection_kwargs
+        greet, greeted = settings["redis_connect_func"], []
+
+        def interrupted_once(connection: object) -> None:
+            greeted.append(connection)
+            if len(greeted) == 1:
+                raise Interrupted
+            greet(connection)
+
+        settings["redis_connect_func"] = interrupted_once
+        with pytest.raises(Interrupted):
+            client.ping()
+        assert client.client_getname() in {"whole", b"whole"}
+
+
 def test_a_broken_connection_is_made_anew_at_the_next_command(redis_url: str, client: Client) -> None:
     with contextlib.closing(connect(redis_url, name="test")) as victim:
         first = victim.client_id()

@@ -38,7 +38,7 @@ class OneConnection(redis.ConnectionPool):
         if not self._turn.acquire(timeout=self._wait_s):
             raise redis.ConnectionError(f"another thread has used the connection for {self._wait_s:g} s")
         try:
-            self._one = connection = self._one or self.make_connection()
+            self._one = connection = self._one or self.connection_class(**self.connection_kwargs)
             connection.connect()
             try:
                 fit = not connection.can_read()  # an answer that nobody took, else (F04)
@@ -48,6 +48,8 @@ class OneConnection(redis.ConnectionPool):
                 connection.disconnect()
                 connection.connect()
         except BaseException:
+            # A greeting that was broken off leaves another database, and replies to it that were not read (F04).
+            self.disconnect()
             self._turn.release()
             raise
         return connection
