@@ -77,11 +77,11 @@ def connect(url: str, *, name: str, block_s: float = 0.0, margin_s: float = REPL
         "max_connections": 1,
         "wait_s": block_s + margin_s,
         "decode_responses": False,
-        # RESP2 has the same shape of replies in all versions of redis-py and needs no HELLO.
+        # RESP2 needs no HELLO.
         "protocol": 2,
         "socket_timeout": block_s + margin_s,
         "socket_connect_timeout": CONNECT_TIMEOUT_S,
-        # redis-py ≥ 8 retries ten times by default. A retried XADD after a lost reply is a second entry.
+        # redis-py retries ten times by default. A retried XADD after a lost reply is a second entry.
         "retry": Retry(NoBackoff(), 0),
         "redis_connect_func": greet,
     }
