@@ -11,6 +11,7 @@ watches its own steps, and says what it begins; the parent's deadline is for a c
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -28,7 +29,7 @@ import numpy as np
 from vla_stream import plugins
 from vla_stream.broker.codec import Piece, pieces, unpack
 from vla_stream.config import Config, Environment, Simulators
-from vla_stream.environments.chunks import ChunkResult, reset_checked, run_chunk
+from vla_stream.environments.chunks import ChunkResult, read_images, reset_checked, run_chunk
 from vla_stream.environments.protocol import Observations, Specification
 from vla_stream.errors import BadMessage, EnvironmentFailed, InputError, RunFailed
 from vla_stream.streams.observations import checked_observations
@@ -92,14 +93,13 @@ class LocalHost:
         self._outcome: Outcome | None = None
 
     def start_reset(self, mask: np.ndarray, seeds: np.ndarray) -> None:
-        observations = reset_checked(self._batch, mask, seeds)
-        self._outcome, self.busy = Outcome(observations, None, np.zeros(self.rows, dtype=bool)), True
+        self._finish(reset_checked(self._batch, mask, seeds), None)
 
     def start_chunk(
         self, actions_BHA: np.ndarray, active: np.ndarray, reset_rows: np.ndarray, reset_seeds: np.ndarray
     ) -> None:
         chunk = run_chunk(self._batch, actions_BHA, active, reset_rows, reset_seeds)
-        self._outcome, self.busy = Outcome(chunk.observations, chunk, np.zeros(self.rows, dtype=bool)), True
+        self._finish(chunk.observations, chunk)
 
     def poll(self) -> Outcome | None:
         outcome, self._outcome, self.busy = self._outcome, None, False
@@ -110,6 +110,12 @@ class LocalHost:
 
     def close(self) -> None:
         self._batch.close()
+
+    def _finish(self, observations: Observations, chunk: ChunkResult | None) -> None:
+        # Rendered once: each slot will look at its part.
+        observations = read_images(observations, self.specification)
+        chunk = chunk and dataclasses.replace(chunk, observations=observations)
+        self._outcome, self.busy = Outcome(observations, chunk, np.zeros(self.rows, dtype=bool)), True
 
 
 class ProcessHost:
@@ -231,16 +237,14 @@ class ProcessHost:
     def _stitch(self, parts: Sequence[tuple[range, Observations]]) -> Observations:
         if len(parts) == 1 and len(parts[0][0]) == self.rows:
             return parts[0][1]
-        spec = self.specification
-        images = {name: np.zeros((self.rows, *size, 3), dtype=np.uint8) for name, size in spec.cameras.items()}
-        state = np.zeros((self.rows, spec.state_dims), dtype=np.float32)
-        instruction = [""] * self.rows
-        for rows, observations in parts:
-            for camera, image in observations.images.items():
-                images[camera][rows.start : rows.stop] = image
-            state[rows.start : rows.stop] = observations.state
-            instruction[rows.start : rows.stop] = observations.instruction
-        return Observations(images, state, instruction)
+        whole = Observations.blank(self.specification, self.rows)
+        instruction = list(whole.instruction)
+        for rows, part in parts:
+            for camera, image in part.images.items():
+                whole.images[camera][rows.start : rows.stop] = image
+            whole.state[rows.start : rows.stop] = part.state
+            instruction[rows.start : rows.stop] = part.instruction
+        return dataclasses.replace(whole, instruction=instruction)
 
     def _await_specification(self) -> Specification:
         found = []

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -99,6 +101,33 @@ def test_child_processes_give_what_the_same_environment_gives_here(run: Run, mak
             assert_same(theirs.chunk.final.take(order), ours.chunk.final.take(expected))
             ends += len(order)
     assert ends >= 2
+
+
+def test_images_are_rendered_once_for_all_slots_also_in_this_process(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Rendered(UserDict[str, np.ndarray]):
+        def __getitem__(self, camera: str) -> np.ndarray:
+            reads.append(camera)
+            return self.data[camera]
+
+    def lazy(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            result = method(*arguments)
+            seen = result if isinstance(result, Observations) else result.observations
+            seen = dataclasses.replace(seen, images=Rendered(seen.images))
+            return seen if isinstance(result, Observations) else dataclasses.replace(result, observations=seen)
+
+        return call
+
+    reads: list[str] = []
+    here = LocalHost(line_config(run, "fakes:Line"), ROWS)
+    for name in ("reset", "step"):
+        monkeypatch.setattr(here._batch, name, lazy(getattr(here._batch, name)))
+    for outcome in (reset(here), chunk(here)):
+        for row in range(ROWS):
+            outcome.observations.part(slice(row, row + 1))
+    assert reads == ["front"] * 2
 
 
 def test_rows_whose_process_was_not_asked_hold_zeros(make: Make) -> None:
