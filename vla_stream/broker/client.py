@@ -15,7 +15,7 @@ import hiredis
 import redis
 from redis.exceptions import ResponseError
 
-JOINED_BYTES = 1 << 16
+JOINED_BYTES = 1 << 16  # of commands up to this size a single piece is sent
 
 Answer = TypeVar("Answer")
 

@@ -188,7 +188,7 @@ class Fields:
         return value
 
 
-def digest_of(*data: bytes | bytearray | memoryview) -> str:
+def digest_of(*data: Piece) -> str:
     """xxh64 of a payload, or of its pieces, as it stands in references and manifests."""
     state = xxhash.xxh64()
     for piece in data:

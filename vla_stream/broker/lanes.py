@@ -137,7 +137,7 @@ class ShmLane:
             if os.path.lexists(f"{self.folder}/{name}"):
                 self._written.append(name)
                 continue
-            with contextlib.suppress(FileNotFoundError):  # swept, or removed by people: forgotten
+            with contextlib.suppress(OSError):  # swept, or removed by people: forgotten
                 free = f"{self.folder}/{FREE}{name}"
                 os.utime(free)  # else `sweep`, whose list may be older than this segment's permit, took it for old
                 os.rename(free, f"{self.folder}/{segment}")
