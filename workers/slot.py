@@ -218,7 +218,9 @@ class Slot:
         place = self.place
         identity = f"{place.simulator}/{place.incarnation}/{place.batch}.{place.slot}/{self.permit.member}"
         payloads = tuple(record.payloads)
-        return Trajectory(identity, self.permit.attempt, segment, payloads, record.final_payload, tuple(record.episodes))
+        return Trajectory(
+            identity, self.permit.attempt, segment, payloads, record.final_payload, tuple(record.episodes)
+        )
 
     def published(self) -> None:
         """The segment is in the trainer's hands: its bytes stay, the slot is free."""

@@ -19,7 +19,6 @@ from vla_stream.broker.codec import MAX_PACKET_BYTES, digest_of
 from vla_stream.broker.connection import Client
 from vla_stream.broker.lanes import (
     FREE,
-    LOOKED_AT,
     PayloadReader,
     RedisLane,
     ShmLane,
@@ -160,7 +159,7 @@ def test_a_file_that_is_written_again_under_its_reader_is_gone_to_that(
         reader.read(reference)
 
 
-def test_files_in_use_are_never_written_again_and_few_more_than_those_are_kept(folder: Path) -> None:
+def test_files_in_use_are_never_written_again_and_there_are_no_more_than_were_in_use_at_a_time(folder: Path) -> None:
     lane, used = ShmLane(folder), []
     for ticket in range(400):
         used.append(segment_name(ticket, 1))
@@ -170,7 +169,7 @@ def test_files_in_use_are_never_written_again_and_few_more_than_those_are_kept(f
             # The oldest stays; of the others it is now this one, now that one.
             lane.remove(used.pop(1 + ticket * 7 % (len(used) - 1)))
         assert in_use(folder) == sorted(used)
-    assert len(os.listdir(folder)) <= 20 * LOOKED_AT / (LOOKED_AT - 1) + LOOKED_AT
+    assert len(os.listdir(folder)) == 21
 
 
 def test_a_free_file_that_somebody_removed_is_forgotten(folder: Path) -> None:
@@ -201,13 +200,14 @@ def test_f28_a_file_that_was_free_for_long_is_not_swept_while_it_is_taken(
     assert in_use(folder) == [begun]
 
 
-def test_f28_free_files_go_before_dev_shm_is_called_full(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_f28_a_free_file_of_its_own_is_room_to_a_writer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lane, kept, done = ShmLane(folder), segment_name(1, 1), segment_name(2, 1)
     for segment in (kept, done):
         lane.write(segment, 0, DATA[0])
+    monkeypatch.setattr(lanes, "shm_lacks", lambda _, needed_bytes: "full" if needed_bytes > 0 else None)
+    assert lane.lacks(1000) == "full"
     lane.remove(done)
-    monkeypatch.setattr(lanes, "shm_lacks", lambda *_: "full" if len(os.listdir(folder)) > 1 else None)
-    assert lane.lacks(1000) is None and os.listdir(folder) == [kept]
+    assert lane.lacks(1000) is None and lane.lacks(1001) == "full"
 
 
 def test_f29_a_reader_that_ends_leaves_the_segment_to_other_processes(

@@ -103,9 +103,7 @@ def test_child_processes_give_what_the_same_environment_gives_here(run: Run, mak
     assert ends >= 2
 
 
-def test_images_are_rendered_once_for_all_slots_also_in_this_process(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_images_are_rendered_once_for_all_slots_also_in_this_process(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     class Rendered(UserDict[str, np.ndarray]):
         def __getitem__(self, camera: str) -> np.ndarray:
             reads.append(camera)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_run import Run
+from live_run import Run, in_use
 
 from vla_stream.config import Config
 from workers.supervisor import Notice, Supervisor
@@ -204,7 +204,7 @@ def test_f49_files_of_a_killed_simulator_in_dev_shm_are_swept(whole: Callable[..
     bench.kill("simulator-0")
     bench.until(lambda: "restarted" in bench.kinds())
     live = bench.run.flow.live_members()
-    at_death = {path.name for path in bench.run.shm.iterdir()}
+    at_death = set(in_use(bench.run.shm))
     assert at_death
     bench.until(lambda: not any((bench.run.shm / name).exists() for name in at_death))
     assert live != bench.run.flow.live_members() and bench.run.flow.books().balance == 0

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from live_run import Processes, Run
+from live_run import Processes, Run, in_use
 
 from vla_stream.broker.queue import WorkQueue
 from vla_stream.streams.keys import GENERATORS
@@ -93,7 +93,7 @@ def test_f28_a_generator_without_dev_shm_takes_a_live_run_over_by_the_redis_lane
     for role in ("trainer", "generator", "simulator"):
         processes.start(role)
     wait_for_updates(run, processes, 2)
-    processes.wait_for(lambda: list(run.shm.iterdir()), "a segment in /dev/shm")
+    processes.wait_for(lambda: in_use(run.shm), "a segment in /dev/shm")
     assert blobs(run) == []
     remote = processes.start("generator", 1, apart)
     processes.wait_for(lambda: processes.states().get(remote) == "running", "the remote generator at work")
@@ -101,7 +101,7 @@ def test_f28_a_generator_without_dev_shm_takes_a_live_run_over_by_the_redis_lane
     at_home.send_signal(signal.SIGTERM)
     assert at_home.wait(20) == 0
     wait_for_updates(run, processes, 3)
-    processes.wait_for(lambda: not list(run.shm.iterdir()), "nothing in /dev/shm any more")
+    processes.wait_for(lambda: not in_use(run.shm), "nothing in /dev/shm any more")
     processes.wait_for(lambda: blobs(run), "a segment in Redis")
     assert lost(run) == {}
     state = run.flow.state()
@@ -120,7 +120,7 @@ def test_f28_a_trainer_without_dev_shm_trains_a_run_whose_other_workers_share_on
     for role in ("generator", "simulator"):
         processes.start(role)
     wait_for_updates(run, processes, 3)
-    assert lost(run) == {} and list(run.shm.iterdir()) == [] and blobs(run)
+    assert lost(run) == {} and in_use(run.shm) == [] and blobs(run)
     state = run.flow.state()
     assert state is not None and (state.lane, state.remote_reader) == ("auto", remote)
 
@@ -199,33 +199,28 @@ def small_shm(run: Run) -> Iterator[SmallShm]:
 def test_f28_a_run_that_insists_on_a_full_dev_shm_waits_and_goes_on_when_there_is_room_or_another_lane(
     run: Run, processes: Processes, small_shm: SmallShm
 ) -> None:
+    small_shm.fill()
     for role in ("trainer", "generator", "simulator"):
         processes.start(role, 0, small_shm.command)
-    wait_for_updates(run, processes, 2)
-
-    def waiting() -> bool:
-        small_shm.fill()
-        return processes.states()["simulator-0"] == "waiting: /dev/shm is full"
-
-    processes.wait_for(waiting, "the simulator's state")
-    # What is trained meanwhile makes room, which is filled as well.
-    processes.wait_for(lambda: waiting() and run.flow.books().in_flight < 2, "what there is, trained")
-    stuck = run.flow.books()
+    processes.wait_for(
+        lambda: processes.states().get("simulator-0") == "waiting: /dev/shm is full", "the simulator's state"
+    )
     (text,) = [text for kind, text in run.events() if kind == "lane"]
     assert text.startswith("simulator-0 waits: /dev/shm is full; make room there, or: vla-stream lane redis")
+    stuck = run.flow.books()
     until_s = time.monotonic() + 1.0
     processes.wait_for(lambda: time.monotonic() > until_s, "nothing begins")
-    assert run.flow.books() == stuck
+    assert run.flow.books() == stuck and stuck.in_flight == 0
     small_shm.filler.unlink()
     wait_for_updates(run, processes, 3)
     assert blobs(run) == []
-    processes.wait_for(waiting, "the simulator's state, once more")
+    small_shm.fill()
     run.flow.set_lane("redis", by="a person")
     wait_for_updates(run, processes, 3)
     assert blobs(run)
-    # Those that were being made when it became full; not one after the other.
+    # Those that were begun before their size was known, and those that were being made when it became full.
     counted = lost(run)
-    assert counted.pop("aborted", 0) <= 4 and counted == {}
+    assert counted.pop("aborted", 0) <= 6 and counted == {}
 
 
 # ---- step by step

@@ -311,7 +311,7 @@ def test_with_ack_checkpoint_a_crash_costs_no_segment(make: Make, run: Run) -> N
     third = bench.feed(version=trainer.version, shm=True)
     assert trainer.step(None) and trainer.update == 3
     assert bench.waiting() == 2 and run.flow.live_members() == {permit.member for permit in third}
-    assert len(list(run.shm.iterdir())) == 2, "their observations stay too"
+    assert len(in_use(run.shm)) == 2, "their observations stay too"
     trainer.recover()
     assert not trainer.step(None), "they are pending still, and not trained twice"
     assert isinstance(run.flow.grant(2, 30.0), list) and run.flow.grant(1, 30.0) == "full", "they are outstanding"

@@ -20,7 +20,6 @@ import re
 import secrets
 import shutil
 import time
-from collections import deque
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,7 +32,6 @@ SHM_ROOT = Path("/dev/shm")
 SEGMENT = re.compile(r"[0-9]{1,18}\.[0-9]{1,4}-[0-9a-f]{8}")
 REFERENCE = re.compile(r"(shm|redis):([^:]{1,64}):([0-9]{1,15}):([0-9]{1,12}):([0-9a-f]{16})")
 FREE = "free-"  # before the name of the segment that a file was written for, once that is done with
-LOOKED_AT = 4  # files, before a new one is made: no more than about a quarter of all are free then
 MIN_FREE_BYTES = 64 * 1024 * 1024
 
 
@@ -74,7 +72,7 @@ class ShmLane:
         self.folder = folder
         self.largest_bytes = 0  # of all writes so far, also of those that failed
         self._open: dict[str, tuple[int, int]] = {}
-        self._written: deque[str] = deque()  # segments whose files may be free by now
+        self._written: list[str] = []  # segments whose files may be free by now
 
     def write(self, segment: str, place: int, *data: Piece) -> str:
         size = sum(map(len, data))
@@ -110,14 +108,14 @@ class ShmLane:
             os.close(descriptor)
 
     def lacks(self, needed_bytes: int) -> str | None:
-        """What keeps so many bytes out of /dev/shm, or None; what lies there free goes first."""
-        reason = shm_lacks(self.folder, needed_bytes)
-        if reason is not None and self._written:
-            for segment in self._written:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(f"{self.folder}/{FREE}{segment}")
-            reason = shm_lacks(self.folder, needed_bytes)
-        return reason
+        """What keeps so many bytes out of /dev/shm, or None. Our own free files are room, too."""
+        if shm_lacks(self.folder, needed_bytes) is None:
+            return None
+        free_bytes = 0
+        for segment in self._written:
+            with contextlib.suppress(FileNotFoundError):
+                free_bytes += os.stat(f"{self.folder}/{FREE}{segment}").st_size
+        return shm_lacks(self.folder, needed_bytes - free_bytes)
 
     def _create(self, segment: str) -> int:
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -131,12 +129,11 @@ class ShmLane:
         return descriptor
 
     def _take_free(self, segment: str) -> bool:
-        """Whether a free file is this segment's now."""
-        for _ in range(min(LOOKED_AT, len(self._written))):
-            name = self._written.popleft()
+        """Whether a free file is this segment's now. The oldest are asked first: mostly they are done with first."""
+        for name in list(self._written):
             if os.path.lexists(f"{self.folder}/{name}"):
-                self._written.append(name)
                 continue
+            self._written.remove(name)
             with contextlib.suppress(OSError):  # swept, or removed by people: forgotten
                 free = f"{self.folder}/{FREE}{name}"
                 os.utime(free)  # else `sweep`, whose list may be older than this segment's permit, took it for old
