@@ -306,6 +306,24 @@ def test_the_sweep_removes_only_old_files_of_no_live_ticket(folder: Path) -> Non
     assert sorted(os.listdir(folder)) == sorted(names[member] for member in ("1.2", "2.1", "3.1"))
 
 
+def test_what_somebody_put_in_the_place_of_a_file_is_left_alone(folder: Path) -> None:
+    lane, done, begun = ShmLane(folder), segment_name(1, 1), segment_name(2, 1)
+    lane.write(done, 0, DATA[0])
+    (folder / f"{FREE}{done}").mkdir()
+    lane.remove(done)
+    assert lane.lacks(0) is None
+    lane.write(begun, 0, DATA[0])
+    assert sweep(folder, [], older_than_s=-1) == 2 and os.listdir(folder) == [f"{FREE}{done}"]
+
+
+def test_a_file_is_not_taken_from_a_segment_that_is_still_written(folder: Path) -> None:
+    lane, forged, begun = ShmLane(folder), segment_name(1, 1), segment_name(2, 1)
+    lane.write(forged, 0, DATA[0])
+    os.rename(folder / forged, folder / f"{FREE}{forged}")  # by a reader, for an entry that somebody forged
+    lane.write(begun, 0, DATA[0])
+    assert in_use(folder) == [begun] and os.listdir(folder) != [begun]
+
+
 def test_a_sweep_of_a_folder_that_does_not_exist_removes_nothing(tmp_path: Path) -> None:
     assert sweep(tmp_path / "none", set(), 0) == 0
 

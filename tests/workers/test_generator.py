@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -529,7 +529,7 @@ def remote_generator(bench: Bench, folder: Path, number: int = 7) -> Generator:
 
 
 def test_f28_a_request_in_a_dev_shm_that_is_not_here_is_served_by_another_generator_and_counts_no_delivery(
-    make: Make, run: Run, tmp_path: Path
+    make: Make, run: Run, tmp_path: Path, start: Start
 ) -> None:
     bench = make(flow__lease_s=1.0)
     remote, other = remote_generator(bench, tmp_path), bench.generator()
@@ -550,7 +550,7 @@ def test_f28_a_request_in_a_dev_shm_that_is_not_here_is_served_by_another_genera
 
 
 def test_f28_a_request_that_no_generator_can_read_gets_an_error_reply_after_a_lease(
-    make: Make, run: Run, tmp_path: Path
+    make: Make, run: Run, tmp_path: Path, start: Start
 ) -> None:
     bench = make(flow__lease_s=0.4)
     generators = [remote_generator(bench, tmp_path, number) for number in (7, 8)]
@@ -613,35 +613,48 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def start(run: Run, worker: str = "generator-7") -> subprocess.Popen[bytes]:
-    """A generator process."""
-    run.flow.announce(SPECIFICATION)
-    environment = {**os.environ, "VLA_STREAM_TOKEN": "t", "VLA_STREAM_REDIS": run.url}
-    return subprocess.Popen([sys.executable, "-m", "workers.generator", run.name, worker], env=environment)
+Start = Callable[..., subprocess.Popen[bytes]]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts generator processes, which do not outlive the test."""
+    started = []
+
+    def one(run: Run, worker: str = "generator-7") -> subprocess.Popen[bytes]:
+        run.flow.announce(SPECIFICATION)
+        environment = {**os.environ, "VLA_STREAM_TOKEN": "t", "VLA_STREAM_REDIS": run.url}
+        command = [sys.executable, "-m", "workers.generator", run.name, worker]
+        started.append(subprocess.Popen(command, env=environment))
+        return started[-1]
+
+    yield one
+    for process in started:
+        process.kill()
+        process.wait()
 
 
 def test_f14_requests_that_wait_while_the_only_generator_is_killed_are_all_served_by_one_attached_later(
-    make: Make, run: Run, tmp_path: Path
+    make: Make, run: Run, tmp_path: Path, start: Start
 ) -> None:
     hang = tmp_path / "hang"
     hang.touch()
     policy = {"name": "fake_policies:Linear", "chunk": H, "options": {"hang_once": str(hang)}}
     bench = make(policy=policy, flow__lease_s=0.5)
     sent = {bench.request(ticket) for ticket in range(1, 101)}
-    with start(run) as only:
-        bench.until(lambda: not hang.exists())  # it sits in its first batch, and has read the next
-        assert bench.waiting() == 100 and _pending(bench) > 0
-        only.kill()
-    with start(run, "generator-8") as later:
-        bench.until(lambda: len(bench.replies()) >= 100 and not bench.waiting())
-        later.terminate()
+    only = start(run)
+    bench.until(lambda: not hang.exists())  # it sits in its first batch, and has read the next
+    assert bench.waiting() == 100 and _pending(bench) > 0
+    only.kill()
+    start(run, "generator-8")
+    bench.until(lambda: len(bench.replies()) >= 100 and not bench.waiting())
     replies = bench.replies()
     assert {str(reply.id) for reply in replies} == sent and len(replies) == 100
     assert all(reply.act is not None for reply in replies) and _pending(bench) == 0
 
 
 def test_f14_a_generator_whose_device_hangs_ends_and_its_request_goes_to_another(
-    make: Make, run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    make: Make, run: Run, tmp_path: Path, start: Start, capfd: pytest.CaptureFixture[str]
 ) -> None:
     hang = tmp_path / "hang"
     hang.touch()
@@ -660,25 +673,21 @@ def test_f14_a_generator_whose_device_hangs_ends_and_its_request_goes_to_another
     assert len(bench.serve(bench.generator())) == 1 and bench.pending() == 0
 
 
-def test_f06_a_generator_whose_connections_are_cut_goes_on_serving(make: Make, run: Run) -> None:
+def test_f06_a_generator_whose_connections_are_cut_goes_on_serving(make: Make, run: Run, start: Start) -> None:
     bench = make()
     serving = start(run)
-    try:
-        for ticket in range(1, 5):
-            bench.request(ticket)
-            bench.until(lambda: len(bench.replies()) == ticket)  # noqa: B023
-            cut = [client["id"] for client in run.client.client_list() if client["name"] == "generator-7"]
-            assert cut
-            for number in cut:
-                run.client.client_kill_filter(_id=number)
-        serving.send_signal(signal.SIGTERM)
-        assert serving.wait(DEADLINE_S) == 0
-    finally:
-        serving.kill()
-        serving.wait()
+    for ticket in range(1, 5):
+        bench.request(ticket)
+        bench.until(lambda: len(bench.replies()) == ticket)  # noqa: B023
+        cut = [client["id"] for client in run.client.client_list() if client["name"] == "generator-7"]
+        assert cut
+        for number in cut:
+            run.client.client_kill_filter(_id=number)
+    serving.send_signal(signal.SIGTERM)
+    assert serving.wait(DEADLINE_S) == 0
 
 
-def test_a_generator_leaves_on_sigterm_after_it_has_answered_what_it_owns(make: Make, run: Run) -> None:
+def test_a_generator_leaves_on_sigterm_after_it_has_answered_what_it_owns(make: Make, run: Run, start: Start) -> None:
     bench = make(generators__max_wait_ms=1500)
     leaving = start(run)
     bench.request(1)
@@ -689,7 +698,7 @@ def test_a_generator_leaves_on_sigterm_after_it_has_answered_what_it_owns(make: 
     assert not run.client.exists(run.keys.worker("generator-7"))
 
 
-def test_a_generator_that_leaves_while_redis_is_down_waits_without_using_a_cpu(tmp_path: Path) -> None:
+def test_a_generator_that_leaves_while_redis_is_down_waits_without_using_a_cpu(tmp_path: Path, start: Start) -> None:
     with (
         EmbeddedServer.start(tmp_path) as server,
         contextlib.closing(connect(server.url, name="test")) as client,

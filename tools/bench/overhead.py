@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RUN = "overhead"
 LIMIT = 0.10
 START_S = 240.0
-SPY = ("py-spy", "record", "--rate", "100", "--format", "raw", "--nonblocking")
+SPY = (str(Path(sys.executable).with_name("py-spy")), "record", "--rate", "100", "--format", "raw", "--nonblocking")
 # Function and file, as py-spy names a frame.
 KINDS: Mapping[str, frozenset[tuple[str, str]]] = {
     "leases": frozenset({("renew", "queue.py"), ("take_over", "queue.py"), ("renew", "replies.py")}),

@@ -113,7 +113,7 @@ class ShmLane:
             return None
         free_bytes = 0
         for segment in self._written:
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):
                 free_bytes += os.stat(f"{self.folder}/{FREE}{segment}").st_size
         return shm_lacks(self.folder, needed_bytes - free_bytes)
 
@@ -131,7 +131,7 @@ class ShmLane:
     def _take_free(self, segment: str) -> bool:
         """Whether a free file is this segment's now. The oldest are asked first: mostly they are done with first."""
         for name in list(self._written):
-            if os.path.lexists(f"{self.folder}/{name}"):
+            if name in self._open or os.path.lexists(f"{self.folder}/{name}"):
                 continue
             self._written.remove(name)
             with contextlib.suppress(OSError):  # swept, or removed by people: forgotten
@@ -144,7 +144,7 @@ class ShmLane:
 
 def set_free(folder: Path, segment: str) -> None:
     """The segment is done with. Idempotent."""
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(OSError):  # gone, or somebody's folder stands in the way: swept later
         os.rename(f"{folder}/{segment}", f"{folder}/{FREE}{segment}")
 
 
@@ -248,7 +248,7 @@ def sweep(folder: Path, live: Collection[str], older_than_s: float) -> int:
     except FileNotFoundError:
         return 0
     for entry in entries:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):  # gone, or no file of ours
             if entry.name.partition("-")[0] not in live and time.time() - entry.stat().st_mtime > older_than_s:
                 os.unlink(entry.path)
                 removed += 1
