@@ -48,6 +48,16 @@ def test_means_are_over_the_observations_since_the_last_sample(clock: Clock) -> 
     assert "fill" not in meter.sample()
 
 
+def test_the_highest_observation_is_that_since_the_last_sample(clock: Clock) -> None:
+    meter = Meter()
+    for value in (-2.0, -1.0, -3.0):
+        meter.highest("rows_highest", value)
+    assert meter.sample()["rows_highest"] == -1.0
+    meter.highest("rows_highest", -5.0)
+    assert meter.sample()["rows_highest"] == -5.0
+    assert "rows_highest" not in meter.sample()
+
+
 def test_a_gauge_stays_until_it_is_set_again(clock: Clock) -> None:
     meter = Meter()
     meter.gauge("version", 3)

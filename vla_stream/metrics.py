@@ -11,7 +11,7 @@ Sample = dict[str, float]
 
 
 class Meter:
-    """Counters (summed per sample), means (averaged per sample), gauges (last value) and busy shares."""
+    """Counters (summed per sample), means (averaged per sample), highest and last values, and busy shares."""
 
     def __init__(self) -> None:
         # Threads of one worker count concurrently.
@@ -19,6 +19,7 @@ class Meter:
         self._since_s = time.monotonic()
         self._sums: dict[str, float] = {}
         self._means: dict[str, tuple[float, int]] = {}
+        self._highest: dict[str, float] = {}
         self._gauges: dict[str, float] = {}
         self._busy_s: dict[str, float] = {}
 
@@ -32,6 +33,11 @@ class Meter:
         with self._lock:
             total, number = self._means.get(name, (0.0, 0))
             self._means[name] = (total + value, number + 1)
+
+    def highest(self, name: str, value: float) -> None:
+        """Add one observation; the sample holds the highest since the last sample."""
+        with self._lock:
+            self._highest[name] = max(value, self._highest.get(name, value))
 
     def gauge(self, name: str, value: float) -> None:
         """Set a value that stays until it is set again."""
@@ -57,7 +63,8 @@ class Meter:
             sums, self._sums = self._sums, {}
             means, self._means = self._means, {}
             busy, self._busy_s, self._since_s = self._busy_s, {}, now
-            sample = {"seconds": seconds, **self._gauges, **sums}
+            highest, self._highest = self._highest, {}
+            sample = {"seconds": seconds, **self._gauges, **sums, **highest}
         sample |= {name: total / number for name, (total, number) in means.items()}
         sample |= {f"busy.{stage}": min(1.0, spent / seconds) for stage, spent in busy.items()}
         return sample

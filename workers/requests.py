@@ -28,6 +28,7 @@ SWEEP_S = 60.0
 TAKEN_OVER_AT_ONCE = 16
 ELSEWHERE_WORD_S = 30.0
 MAX_DELIVERIES = 3
+OVERDUE_MS = 5.0  # beyond the strategy's wait: a request that is older when it is sent waited for a device, or for us
 TRIAL_S = 3600  # longer than a generator takes to load its model again
 
 
@@ -126,8 +127,12 @@ class Collector:
         meter.count("batches")
         meter.count("requests", len(works))
         meter.count("rows", batch.rows)
+        meter.highest("rows_highest", batch.rows)
         meter.mean("fill", batch.rows / self.config.generators.max_batch_size)
-        meter.mean("age_ms", self.clock.now_ms() - batch.born_ms)
+        now_ms = self.clock.now_ms()
+        meter.mean("age_ms", now_ms - batch.born_ms)
+        latest_ms = now_ms - self.strategy.wait_ms - OVERDUE_MS
+        meter.count("overdue", sum(work.entry.born_ms < latest_ms for work in works))
         return batch
 
     def _add_all(self, entries: Sequence[Entry]) -> int:

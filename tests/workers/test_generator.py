@@ -166,6 +166,24 @@ def test_half_a_batch_is_sent_when_its_oldest_request_is_old_enough(make: Make) 
     assert time.monotonic() - started_s >= 0.02
 
 
+def test_requests_that_are_sent_later_than_their_wait_and_five_ms_are_counted_and_the_fullest_batch_is_told(
+    make: Make,
+) -> None:
+    bench = make(generators__max_wait_ms=50)
+    generator = bench.generator()
+    for ticket in (1, 2):
+        bench.request(ticket)
+    bench.serve(generator, 2)
+    sample = generator.worker.meter.sample()
+    assert (sample["requests"], sample["rows_highest"]) == (2, 4)
+    assert sample["overdue"] == 0 or sample["age_ms"] > 55, "a full batch does not wait"
+    bench.request(3)
+    time.sleep(0.06)
+    bench.serve(generator, 3)
+    sample = generator.worker.meter.sample()
+    assert (sample["requests"], sample["overdue"], sample["rows_highest"]) == (1, 1, 2)
+
+
 def test_f31_while_a_batch_fills_our_clock_ends_the_wait_and_not_a_block(make: Make) -> None:
     bench = make(generators__max_wait_ms=50)
     generator = bench.generator()
