@@ -149,7 +149,7 @@ def test_the_rate_is_steps_of_the_updates_after_the_warm_up_over_the_time_from_i
         {"kind": "update", "time": time_s, "update": float(update), "trained_env_steps": 50.0, "wait_s": 1.0}
         for update, time_s in times.items()
     ]
-    window = live._Window(
+    window = live.Window(
         0.0, 10.0, {7: ("trainer", 1.0)}, {7: ("trainer", 3.0), 8: ("simulator", 4.0)}, [0.0, 8.0], [2.0]
     )
     result = live._evaluate(records, window, warm_up=2)

@@ -26,6 +26,7 @@ from vla_stream.cli.progress import Progress
 from vla_stream.cli.samples import METRICS_FILE, Record, number
 from vla_stream.cli.signals import Signals
 from vla_stream.errors import RunFailed
+from vla_stream.flow import FlowState
 
 LOOK_S = 0.1
 ACCOUNT_S = 0.5  # between two looks at all processes
@@ -98,31 +99,39 @@ def measure(
     warm_up: int,
 ) -> Measured:
     """Run a config for `warm_up` + `updates` updates. Raises Interrupted, RunFailed, InputError."""
+    with launched(files, {**overlay, "updates": warm_up + updates}, overrides, signals) as launch:
+        launch.launch_workers()
+        window = _drive(launch, signals, warm_up)
+        return _evaluate(samples.load(launch.run_dir / METRICS_FILE), window, warm_up)
+
+
+@contextlib.contextmanager
+def launched(
+    files: Sequence[Path], overlay: Mapping[str, Any], overrides: Sequence[str], signals: Signals
+) -> Iterator[Launch]:
+    """A run in a folder and on a server of its own, still without workers. Raises RunFailed, InputError."""
     with scratch_folder() as scratch:
         over = scratch / "mode.yaml"
         settled = {name: _with_own_devices(section, scratch) for name, section in overlay.items()}
-        over.write_text(yaml.safe_dump({**settled, "updates": warm_up + updates, "runs_dir": str(scratch / "runs")}))
+        over.write_text(yaml.safe_dump({**settled, "runs_dir": str(scratch / "runs")}))
         config = settings.load([*files, over], overrides)
         folder = RunFolder.open(config, name=None, resume=False)
-        quiet = _Quiet()
         try:
             with (
                 server_for(None, folder.logs) as (url, server),
-                Launch(folder.config, url, server, signals, quiet, resume=False) as launch,
+                Launch(folder.config, url, server, signals, _Quiet(), resume=False) as launch,
             ):
-                launch.launch_workers()
-                window = _drive(launch, signals, warm_up)
+                yield launch
         except RunFailed as exc:
             raise RunFailed(f"{exc} (kept: {folder.path})") from exc
         finally:
             folder.close()
-        return _evaluate(samples.load(folder.path / METRICS_FILE), window, warm_up)
 
 
 def _with_own_devices(section: Any, scratch: Path) -> Any:
-    """Emulated devices of this run alone: others may use the same names at the same time."""
+    """Emulated devices and stragglers of this run alone: others may use the same names at the same time."""
     options = section.get("options", {}) if isinstance(section, Mapping) else {}
-    if "devices" not in options:
+    if not {"devices", "stragglers"} & set(options):
         return section
     folder = scratch / "devices"
     folder.mkdir(exist_ok=True)
@@ -130,8 +139,8 @@ def _with_own_devices(section: Any, scratch: Path) -> Any:
 
 
 @dataclass(slots=True)
-class _Window:
-    """The processor's account at the two ends of what is measured."""
+class Window:
+    """The processor's account at the two ends of what is measured, and at looks between them."""
 
     began_s: float = 0.0
     ended_s: float = 0.0
@@ -140,28 +149,60 @@ class _Window:
     busy_s: list[float] = field(default_factory=list)
     loads: list[float] = field(default_factory=list)
 
+    def look(self) -> None:
+        """The first look is where it begins, the last one where it ends."""
+        self.ended_s, self.after = time.monotonic(), self.after | cpu_by_process(os.getpid())
+        self.busy_s.append(machine_busy_s())
+        self.loads.append(os.getloadavg()[0])
+        if not self.before:
+            self.began_s, self.before = self.ended_s, dict(self.after)
 
-def _drive(launch: Launch, signals: Signals, warm_up: int) -> _Window:
-    """Until the record of the last update is there."""
-    supervisor, window = launch.supervisor, _Window()
+    @property
+    def seconds(self) -> float:
+        return max(self.ended_s - self.began_s, 1e-9)
+
+    @property
+    def load(self) -> float:
+        """Mean of the machine's load average."""
+        return sum(self.loads) / len(self.loads)
+
+    @property
+    def cpu_s(self) -> dict[str, float]:
+        """CPU seconds by role."""
+        spent: dict[str, float] = {}
+        for pid, (role, seconds) in sorted(self.after.items(), key=lambda item: item[1]):
+            spent[role] = spent.get(role, 0.0) + seconds - self.before.get(pid, (role, 0.0))[1]
+        return spent
+
+    @property
+    def others(self) -> float:
+        """Cores kept busy by what is no part of this run."""
+        return max(0.0, (self.busy_s[-1] - self.busy_s[0] - sum(self.cpu_s.values())) / self.seconds)
+
+
+def step(launch: Launch, signals: Signals) -> FlowState | None:
+    """One look at a run's workers, metrics and state. Raises RunFailed, Interrupted."""
+    supervisor = launch.supervisor
     assert supervisor is not None
+    supervisor.step()
+    if supervisor.failures:
+        role, cause = next(iter(supervisor.failures.items()))
+        raise RunFailed(f"{role}: {cause}")
+    if signals.asked:
+        raise Interrupted
+    return launch.beat()
+
+
+def _drive(launch: Launch, signals: Signals, warm_up: int) -> Window:
+    """Until the record of the last update is there."""
+    window = Window()
     next_look_s, overdue_s = 0.0, float("inf")
     while True:
-        supervisor.step()
-        if supervisor.failures:
-            role, cause = next(iter(supervisor.failures.items()))
-            raise RunFailed(f"{role}: {cause}")
-        if signals.asked:
-            raise Interrupted
-        state = launch.beat()
+        state = step(launch, signals)
         update = 0 if state is None else state.update
         if update >= warm_up and (time.monotonic() >= next_look_s or update >= launch.config.updates):
             next_look_s = time.monotonic() + ACCOUNT_S
-            window.ended_s, window.after = time.monotonic(), window.after | cpu_by_process(os.getpid())
-            window.busy_s.append(machine_busy_s())
-            window.loads.append(os.getloadavg()[0])
-            if not window.before:
-                window.began_s, window.before = window.ended_s, dict(window.after)
+            window.look()
         if update >= launch.config.updates:
             launch.read_metrics()
             overdue_s = min(overdue_s, time.monotonic() + LAST_RECORD_S)
@@ -172,7 +213,7 @@ def _drive(launch: Launch, signals: Signals, warm_up: int) -> _Window:
         time.sleep(LOOK_S)
 
 
-def _evaluate(records: Sequence[Record], window: _Window, warm_up: int) -> Measured:
+def _evaluate(records: Sequence[Record], window: Window, warm_up: int) -> Measured:
     updates = [record for record in records if record.get("kind") == "update"]
     times = {int(number(record, "update") or 0): float(record["time"]) for record in updates}
     counted = [record for record in updates if (number(record, "update") or 0) > warm_up]
@@ -183,26 +224,21 @@ def _evaluate(records: Sequence[Record], window: _Window, warm_up: int) -> Measu
     steps = sum(number(record, "trained_env_steps") or 0.0 for record in counted)
     if not counted or end_s <= start_s:
         raise RunFailed(f"{len(updates)} updates were recorded, expected more than the warm-up of {warm_up}")
-    spent: dict[str, float] = {}
-    for pid, (role, seconds) in window.after.items():
-        spent[role] = spent.get(role, 0.0) + seconds - window.before.get(pid, (role, 0.0))[1]
-    passed_s = max(window.ended_s - window.began_s, 1e-9)
-    others = (window.busy_s[-1] - window.busy_s[0] - sum(spent.values())) / passed_s
     between = [record for record in records if start_s <= float(record["time"]) <= end_s]
     return Measured(
         steps_per_s=steps / (end_s - start_s),
         updates=len(counted),
         seconds=end_s - start_s,
-        load=sum(window.loads) / len(window.loads),
-        others=max(0.0, others),
-        cpu_window_s=passed_s,
-        cpu_s={role: round(seconds, 3) for role, seconds in sorted(spent.items())},
-        figures=_figures(between, counted),
+        load=window.load,
+        others=window.others,
+        cpu_window_s=window.seconds,
+        cpu_s={role: round(seconds, 3) for role, seconds in window.cpu_s.items()},
+        figures={**figures(between), **_trainer_figures(counted)},
     )
 
 
-def _figures(seconds: Sequence[Record], updates: Sequence[Record]) -> dict[str, float]:
-    """Means of what workers say of themselves, each weighted by what it is a mean of."""
+def figures(seconds: Sequence[Record]) -> dict[str, float]:
+    """Means of what simulators and generators say of themselves, each weighted by what it is a mean of."""
 
     def mean(role: str, name: str, weight: str) -> float | None:
         chosen = [r for r in seconds if r.get("role") == role and r.get("kind") == "second" and number(r, name)]
@@ -215,11 +251,15 @@ def _figures(seconds: Sequence[Record], updates: Sequence[Record]) -> dict[str, 
         "infer ms": mean("generator", "infer_ms", "batches"),
         "reply ms": mean("simulator", "reply_ms", "chunk_steps"),
         "generator busy": mean("generator", "busy.infer", "seconds"),
-        "trainer waits s": sum(number(r, "wait_s") or 0.0 for r in updates) / len(updates),
-        "trainer updates s": sum(number(r, "update_s") or 0.0 for r in updates) / len(updates),
-        "staleness": sum(number(r, "staleness") or 0.0 for r in updates) / len(updates),
     }
     return {name: round(value, 4) for name, value in found.items() if value is not None}
+
+
+def _trainer_figures(updates: Sequence[Record]) -> dict[str, float]:
+    names = {"trainer waits s": "wait_s", "trainer updates s": "update_s", "staleness": "staleness"}
+    return {
+        shown: round(sum(number(r, name) or 0.0 for r in updates) / len(updates), 4) for shown, name in names.items()
+    }
 
 
 def cpu_by_process(root: int) -> dict[int, tuple[str, float]]:
