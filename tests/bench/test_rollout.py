@@ -52,6 +52,7 @@ def test_a_straggler_among_four_batches_is_the_only_slow_one(signals: Signals) -
     assert "own pace, one straggler" in rollout.show(STRAGGLERS, [chosen])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_in_lockstep_all_wait_for_the_straggler(signals: Signals) -> None:
     chosen = row(STRAGGLERS, "lockstep, one straggler", count=1, env_batches=4)
@@ -62,6 +63,7 @@ def test_in_lockstep_all_wait_for_the_straggler(signals: Signals) -> None:
     assert run.rows == run.rows_highest == 4
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_batches_keep_to_their_size_and_what_was_sent_late_is_counted(signals: Signals) -> None:
     chosen = row(BATCHING, "16 slots", env_batches=6)
@@ -72,6 +74,7 @@ def test_batches_keep_to_their_size_and_what_was_sent_late_is_counted(signals: S
     assert "16 slots" in rollout.show(BATCHING, [chosen])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_without_device_time_each_class_of_processes_has_its_cpu_per_request(signals: Signals) -> None:
     chosen = row(FREE, count=2, env_batches=2)
