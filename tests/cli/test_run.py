@@ -172,6 +172,7 @@ def test_a_run_survives_kills_refuses_a_twin_drains_on_ctrl_c_and_resumes(
     assert summary["updates"] == newest + 2
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_f48_a_run_killed_at_once_with_all_its_workers_is_resumed_with_other_worker_counts(
     shell: Shell, run_name: str, redis_url: str, client: Client
@@ -245,6 +246,7 @@ class Unharmed:
         return {worker.id: worker.pid for worker in presence.alive(self.client, self.keys)}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_f27_a_key_of_another_type_in_place_of_any_of_ours_costs_what_it_held_and_not_the_run(
     shell: Shell, run_name: str, redis_url: str, client: Client
@@ -265,6 +267,7 @@ def test_f27_a_key_of_another_type_in_place_of_any_of_ours_costs_what_it_held_an
     assert f"{keys.weights}: somebody wrote a string, expected our stream; removed" in shown
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_f27_a_field_of_the_flow_or_the_books_that_somebody_writes_over_costs_what_was_in_flight_and_not_the_run(
     shell: Shell, run_name: str, redis_url: str, client: Client

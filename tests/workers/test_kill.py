@@ -174,6 +174,7 @@ def test_f40_a_run_whose_environment_hangs_in_step_50_of_one_child_goes_on_withi
     assert "crashed" not in bench.kinds()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("end", ["exit", pytest.param("segfault", marks=pytest.mark.slow)])
 def test_f16_an_observation_that_ends_every_generator_is_a_dead_letter_before_the_role_has_failed(

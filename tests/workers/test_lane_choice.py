@@ -82,6 +82,7 @@ def lost(run: Run) -> dict[str, int]:
     return {name: count for name, count in books.outcomes.items() if count and name != "trained"}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("apart", [with_own_shm, with_another_root])
 def test_f28_a_generator_without_dev_shm_takes_a_live_run_over_by_the_redis_lane_and_no_segment_is_lost(
@@ -111,6 +112,7 @@ def test_f28_a_generator_without_dev_shm_takes_a_live_run_over_by_the_redis_lane
     assert {"elsewhere", "aborted", "refused"}.isdisjoint(run.kinds()), "it was admitted after the change"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_f28_a_trainer_without_dev_shm_trains_a_run_whose_other_workers_share_one(
     run: Run, processes: Processes, apart: Command
@@ -125,6 +127,7 @@ def test_f28_a_trainer_without_dev_shm_trains_a_run_whose_other_workers_share_on
     assert state is not None and (state.lane, state.remote_reader) == ("auto", remote)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_f28_a_trainer_without_dev_shm_refuses_what_an_earlier_one_left_there_and_goes_on_by_the_redis_lane(
     run: Run, processes: Processes, apart: Command
@@ -195,6 +198,7 @@ def small_shm(run: Run) -> Iterator[SmallShm]:
         yield made
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_f28_a_run_that_insists_on_a_full_dev_shm_waits_and_goes_on_when_there_is_room_or_another_lane(
     run: Run, processes: Processes, small_shm: SmallShm
