@@ -44,8 +44,10 @@ class Terms(NamedTuple):
 
 def evaluate(
     policy: Policy, algorithm: config.Algorithm, samples: Samples, advantages_N: Tensor, device: torch.device
-) -> tuple[Terms, dict[str, float]]:
-    """The loss by the policy's current weights, with gradients, and the sums that metrics are made of (see `Tally`)."""
+) -> tuple[Terms, dict[str, Tensor]]:
+    """The loss by the policy's current weights, with gradients, and the sums that metrics are made of (see `Tally`).
+
+    All stay on the device: a GPU works on while the next part is prepared, and whoever reads a number waits for it."""
     granularity = algorithm.granularity
     evaluation = policy.evaluate(samples.observations.gather(), samples.actions, samples.extras)
     executed = samples.executed.to(device)
@@ -88,9 +90,7 @@ def evaluate(
             "behaviour_ratio_error": (drifted.exp() - 1).abs().sum(),
             "ratio_max": moved.max().exp(),
         }
-        # One transfer: each .item() would wait for the device.
-        numbers = torch.stack([number.double() for number in sums.values()]).tolist()
-    return terms, dict(zip(sums, numbers, strict=True))
+        return terms, {name: number.double() for name, number in sums.items()}
 
 
 class GradientSums:
@@ -100,16 +100,16 @@ class GradientSums:
 
     def __init__(self) -> None:
         self._sums: dict[tuple[Parameter, str], Tensor] = {}
-        self._counts: dict[str, float] = {}
+        self._counts: dict[str, Tensor] = {}
 
     def __bool__(self) -> bool:
         return bool(self._counts)
 
-    def add(self, totals: Mapping[str, Tensor], counts: Mapping[str, float], parameters: Sequence[Parameter]) -> None:
+    def add(self, totals: Mapping[str, Tensor], counts: Mapping[str, Tensor], parameters: Sequence[Parameter]) -> None:
         """The gradients of one part's losses, each under the name of its divisor; nothing else gets a gradient."""
         last = list(totals)[-1]
         for divisor, loss in totals.items():
-            self._counts[divisor] = self._counts.get(divisor, 0.0) + counts[divisor]
+            self._counts[divisor] = self._counts.get(divisor, 0) + counts[divisor]
             found = torch.autograd.grad(loss, parameters, retain_graph=divisor != last, allow_unused=True)
             for parameter, gradient in zip(parameters, found, strict=True):
                 if gradient is not None:
@@ -121,28 +121,28 @@ class GradientSums:
         """The gradient of each parameter that has one."""
         gradients: dict[Parameter, Tensor] = {}
         for (parameter, divisor), total in self._sums.items():
-            mean = total / self._counts[divisor]
+            mean = (total / self._counts[divisor]).to(total.dtype)
             gradients[parameter] = gradients[parameter] + mean if parameter in gradients else mean
         return gradients
 
 
 class Tally:
-    """The sums of all parts of one update, and the means that people see."""
+    """The sums of all parts of one update, and the means that people see. They stay on the device until then."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, float] = {}
-        self._first: Mapping[str, float] = {}
+        self._sums: dict[str, Tensor] = {}
+        self._first: Mapping[str, Tensor] = {}
         self._gradient_norms: list[float] = []
 
     @property
     def optimiser_steps(self) -> int:
         return len(self._gradient_norms)
 
-    def add(self, sums: Mapping[str, float]) -> None:
+    def add(self, sums: Mapping[str, Tensor]) -> None:
         """What `evaluate` found for one part."""
-        ratio_max = max(self._sums.get("ratio_max", 0.0), sums["ratio_max"])
-        self._sums = {name: self._sums.get(name, 0.0) + value for name, value in sums.items()}
-        self._sums["ratio_max"] = ratio_max
+        before = self._sums or {name: torch.zeros_like(value) for name, value in sums.items()}
+        self._sums = {name: before[name] + value for name, value in sums.items()}
+        self._sums["ratio_max"] = torch.maximum(before["ratio_max"], sums["ratio_max"])
         if not self._gradient_norms:
             self._first = self._sums  # before the first optimiser step
 
@@ -151,7 +151,8 @@ class Tally:
         self._gradient_norms.append(gradient_norm)
 
     def metrics(self) -> dict[str, float]:
-        sums, first, elements = self._sums, self._first, self._sums["elements"]
+        sums, first = _read(self._sums), _read(self._first)
+        elements = sums["elements"]
         return {
             "policy_loss": sums["policy_loss"] / elements,
             "value_loss": sums["value_loss"] / sums["samples"],
@@ -165,6 +166,11 @@ class Tally:
             "gradient_norm": sum(self._gradient_norms) / len(self._gradient_norms),
             "optimiser_steps": float(len(self._gradient_norms)),
         }
+
+
+def _read(sums: Mapping[str, Tensor]) -> dict[str, float]:
+    """All in one transfer: each .item() would wait for the device."""
+    return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))
 
 
 def describe(parts: Sequence[Samples], algorithm: config.Algorithm, version: int) -> dict[str, float]:

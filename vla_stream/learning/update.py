@@ -62,6 +62,7 @@ class _Begun:
     problem    why it will change nothing
     before     weights and moments before its first optimiser step, once there was one: the step may turn out to be void
     gradients  in streaming, of the segments since the last optimiser step
+    losses     of the same, each with its ticket: they are read when that step waits for the device anyway
     """
 
     segments: list[tuple[int, Samples]] = field(default_factory=list)
@@ -69,6 +70,7 @@ class _Begun:
     tally: objective.Tally = field(default_factory=objective.Tally)
     before: _Snapshot | None = None
     gradients: objective.GradientSums = field(default_factory=objective.GradientSums)
+    losses: list[tuple[int, Tensor]] = field(default_factory=list)
 
 
 class _NotFinite(Exception):
@@ -237,15 +239,13 @@ class Learner:
                 tally.stepped(self._step(place))
 
     def _accumulate(self, samples: Samples, ticket: int) -> None:
-        """Add the gradients of a segment's loss to the sums. Raises _NotFinite."""
+        """Add the gradients of a segment's loss to the sums; nothing here waits for the device."""
         begun = self._begun
         scaled = self.algorithm.normalise_advantages
         advantages = self._moments.scale(samples.advantages) if scaled else samples.advantages
         for index in parts(np.arange(len(samples)), self.trainer.minibatch_samples):
             terms, sums = self._evaluate(samples.take(index), advantages[torch.from_numpy(index)])
-            loss = sums["policy_loss"] + sums["value_loss"] - sums["entropy"]
-            if not np.isfinite(loss):
-                raise _NotFinite(f"the loss is {loss} in segment {ticket}")
+            begun.losses.append((ticket, sums["policy_loss"] + sums["value_loss"] - sums["entropy"]))
             begun.gradients.add(terms.sums(self.algorithm.granularity), sums, self._stepped)
             begun.tally.add(sums)
 
@@ -254,13 +254,18 @@ class Learner:
         begun = self._begun
         if not begun.gradients:
             return  # a share without a valid chunk step
+        values = torch.stack([loss for _, loss in begun.losses]).tolist()
+        for (ticket, _), value in zip(begun.losses, values, strict=True):
+            if not np.isfinite(value):
+                raise _NotFinite(f"the loss is {value} in segment {ticket}")
+        begun.losses = []
         self._optimiser.zero_grad()
         for parameter, gradient in begun.gradients.means().items():
             parameter.grad = gradient
         begun.gradients = objective.GradientSums()
         begun.tally.stepped(self._step(f"optimiser step {begun.tally.optimiser_steps + 1}"))
 
-    def _evaluate(self, samples: Samples, advantages_N: Tensor) -> tuple[objective.Terms, dict[str, float]]:
+    def _evaluate(self, samples: Samples, advantages_N: Tensor) -> tuple[objective.Terms, dict[str, Tensor]]:
         return objective.evaluate(self.policy, self.algorithm, samples, advantages_N, self.device)
 
     @property
