@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from vla_stream import emulation
-from vla_stream.emulation import Claim, Devices
+from vla_stream.emulation import Claim, Devices, Stream
 from vla_stream.errors import InputError
 
 WORKER = """
@@ -72,6 +72,17 @@ def test_a_computation_begins_when_it_was_asked_for(tmp_path: Path) -> None:
     time.sleep(0.05)
     Devices(["gpu"], tmp_path).compute(0.1, asked_s=start_s)
     assert 0.1 <= time.monotonic() - start_s < 0.145
+
+
+def test_a_stream_computes_in_order_while_its_process_goes_on(tmp_path: Path) -> None:
+    stream, start_s = Stream(Devices(["gpu"], tmp_path)), time.monotonic()
+    stream.wait()  # for nothing
+    for _ in range(3):
+        stream.launch(0.1)
+    assert time.monotonic() - start_s < 0.1
+    stream.wait()
+    # Launched together, they follow one another without a gap.
+    assert 0.3 <= time.monotonic() - start_s < 0.345
 
 
 def test_one_process_at_a_time_computes_on_a_device_and_no_time_is_lost_between_them(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from vla_stream.errors import InputError
@@ -72,6 +73,25 @@ class Devices:
         finally:
             for file in self._files:
                 fcntl.flock(file, fcntl.LOCK_UN)
+
+
+class Stream:
+    """Computations on devices in the order in which they are launched, while their process goes on, as a CUDA stream
+    makes them: only who reads a result waits."""
+
+    def __init__(self, devices: Devices) -> None:
+        self._devices, self._last = devices, Future[None]()
+        self._last.set_result(None)
+        self._thread = ThreadPoolExecutor(1, "emulated device")
+
+    def launch(self, seconds: float, asked_s: float | None = None) -> None:
+        """See `Devices.compute`."""
+        asked_s = time.monotonic() if asked_s is None else asked_s
+        self._last = self._thread.submit(self._devices.compute, seconds, asked_s)
+
+    def wait(self) -> None:
+        """Until all that was launched is computed."""
+        self._last.result()
 
 
 class Claim:

@@ -76,6 +76,7 @@ def test_what_is_really_computed_is_part_of_the_time(
     policy, before_s = make(), time.monotonic()
     policy.act(look(1), keys(1))
     policy.evaluate(look(1), np.zeros((1, CHUNK, 2), np.float32), {})
+    policy.state_dict()
     assert before_s <= asked[0] <= asked[1] <= time.monotonic()
     assert policy._claim is not None
 
@@ -105,7 +106,29 @@ def test_training_takes_its_time_with_gradients_only_and_is_shared_by_the_traine
         policy.evaluate(observations, actions, {})
     assert slept == []
     policy.evaluate(observations, actions, {})
+    policy.state_dict()
     assert slept == [("4567", 60.0)]
+
+
+def test_training_is_launched_and_who_reads_the_weights_waits(make: Callable[..., Emulated]) -> None:
+    policy, actions = make(sample_ms=150.0), np.zeros((1, CHUNK, 2), np.float32)
+    start_s = time.monotonic()
+    for _ in range(2):
+        policy.evaluate(look(1), actions, {})
+    with torch.no_grad():
+        policy.evaluate(look(1), actions, {})
+    assert time.monotonic() - start_s < 0.15
+    policy.state_dict()
+    assert time.monotonic() - start_s >= 0.3
+
+
+def test_an_optimiser_step_waits_for_the_gradients_and_not_for_itself(make: Callable[..., Emulated]) -> None:
+    policy, start_s = make(sample_ms=100.0, optimiser_step_ms=200.0), time.monotonic()
+    policy.evaluate(look(1), np.zeros((1, CHUNK, 2), np.float32), {})
+    policy.after_optimiser_step()
+    assert 0.1 <= time.monotonic() - start_s < 0.3
+    policy.state_dict()
+    assert time.monotonic() - start_s >= 0.3
 
 
 def test_generators_take_one_device_each(make: Callable[..., Emulated], slept: list[tuple[str, float]]) -> None:
@@ -150,8 +173,8 @@ def test_a_real_update_takes_its_time_moves_the_policy_and_changes_a_share_of_th
     slept.clear()
     result = learner.finish(version=1)
     assert result.skipped is None and (result.samples, result.metrics["optimiser_steps"]) == (12, 2)
-    assert slept == [("1", 30.0), ("1", 20.0)] * 2
     after = policy.state_dict()
+    assert slept == [("1", 30.0), ("1", 20.0)] * 2
     assert not torch.equal(after["mean.weight"], before["mean.weight"])
     changed = (after["ballast"].view(torch.int16) != before["ballast"].view(torch.int16)).double().mean()
     assert changed == pytest.approx(0.2, abs=0.01) and torch.isfinite(after["ballast"]).all()

@@ -5,6 +5,9 @@
                      step `optimiser_step_ms`. Without gradients (π_prox, V) nothing: `sample_ms` covers all passes
     load_state_dict  on a generator: `load_ms` of its device, unless weights are loaded in the background
 
+As on a GPU, training is launched and the trainer goes on: it waits where an optimiser step reads the gradients' norm,
+and where weights are read. A pass without gradients needs no more than the weights, and waits for no gradient.
+
 Under it is a real policy of a few hundred parameters, linear in the state, whose weights carry a ballast of
 `weights_mb` that every optimiser step changes in part; so losses, versions and digests mean what they always mean.
 """
@@ -25,7 +28,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from vla_stream.config import Section
-from vla_stream.emulation import Claim, Devices
+from vla_stream.emulation import Claim, Devices, Stream
 from vla_stream.environments.emulated import DeviceName
 from vla_stream.environments.protocol import Observations, Specification
 from vla_stream.errors import InputError
@@ -69,7 +72,7 @@ class Emulated(nn.Module):
         self.register_buffer("ballast", torch.zeros(int(options.weights_mb * 1e6 / 2), dtype=torch.bfloat16))
         self._claim: Claim | None = None
         self._generator: Devices | None = None
-        self._trainer: Devices | None = None
+        self._trainer: Stream | None = None
         self._optimiser_steps = 0
         # The one place where an optimiser tells that it has made a step, whoever owns it.
         me = weakref.ref(self)
@@ -103,7 +106,7 @@ class Emulated(nn.Module):
         entropy = (self.log_std + 0.5 * (1 + _LOG_2PI)).expand_as(mean)
         if torch.is_grad_enabled():
             share = self._options.sample_ms / len(set(self._options.trainer_devices))
-            self._train(share * len(observations), asked_s)
+            self._training.launch(share * len(observations) / 1000, asked_s)
         return Evaluation(logprobs, entropy, values)
 
     def imitation_loss(self, observations: Observations, actions: np.ndarray, valid: np.ndarray) -> Tensor:
@@ -121,19 +124,27 @@ class Emulated(nn.Module):
             self._generator.compute(self._options.load_ms / 1000)
         return result
 
+    def state_dict(self, *arguments: Any, **keywords: Any) -> Any:
+        """See torch; on a trainer they are there when they are computed."""
+        if self._trainer is not None:
+            self._trainer.wait()
+        return super().state_dict(*arguments, **keywords)
+
     def after_optimiser_step(self) -> None:
         """The step's time, and what it does to the ballast."""
-        self._train(self._options.optimiser_step_ms)
+        self._training.wait()
+        self._training.launch(self._options.optimiser_step_ms / 1000)
         if self._options.changed_share > 0:
             stride = max(1, round(1 / self._options.changed_share))
             # The lowest bit: always another number, and never an infinite one.
             self.ballast.view(torch.int16)[self._optimiser_steps % stride :: stride].bitwise_xor_(1)
         self._optimiser_steps += 1
 
-    def _train(self, milliseconds: float, asked_s: float | None = None) -> None:
+    @property
+    def _training(self) -> Stream:
         if self._trainer is None:
-            self._trainer = Devices(self._options.trainer_devices, self._options.folder)
-        self._trainer.compute(milliseconds / 1000, asked_s)
+            self._trainer = Stream(Devices(self._options.trainer_devices, self._options.folder))
+        return self._trainer
 
     def _decide(self, observations: Observations) -> tuple[Tensor, Tensor]:
         state = torch.from_numpy(np.ascontiguousarray(observations.state))
