@@ -161,6 +161,9 @@ class Trainer(Section):
     critic_warmup_updates: Count = Field(
         default=3, ge=0, description="First updates that train only the value head; versions advance."
     )
+    prefetch_segments: Count = Field(
+        default=4, ge=0, description="Segments of the next update to read while this one computes; order: arrival only."
+    )
     max_skipped_in_a_row: Count = Field(default=5, ge=1, description="Skipped updates in a row that end the run.")
     checkpoint_every: Count = Field(default=20, ge=1, description="Updates between checkpoints.")
     ack: Literal["update", "checkpoint"] = Field(

@@ -41,6 +41,7 @@ from workers.worker import BLOCK_S, Worker, run_process
 SAY_WAITING_S = 20.0
 POISONED_UPDATES = 4  # so many updates' segments in a row, all unusable: their makers will not do better
 RETRY_CHECKPOINT_S = 5.0
+READ_AT_ONCE = 4  # segments: while more were read, the device would have nothing to compute
 UPDATES_FILE = "updates.jsonl"
 TICKETS_REMEMBERED = 10_000  # a simulator frozen for longer than so many segments is not met
 LAST_VERSION_FILE = "last_version"
@@ -169,6 +170,7 @@ class Trainer:
             self._miss()
             self._name_what_is_missing()
             return False
+        self._collect(None)  # while the device computes
         self._update()
         return True
 
@@ -184,13 +186,14 @@ class Trainer:
     # ---- taking segments
 
     def _collect(self, block_ms: int | None) -> None:
-        # In ticket order everything that is outstanding may come before what this update needs; else no more than it
-        # needs: the rest would only age here.
+        # In ticket order everything that is outstanding may come before what this update needs; else it is only read
+        # so far ahead that the next update can begin at once.
+        trainer, have = self.config.trainer, len(self._held) + len(self._added)
+        count = trainer.segments_per_update
         in_order = self.config.flow.order == "ticket"
-        limit = self.config.trainer.segments_per_update * (1 + self.config.flow.max_staleness if in_order else 1)
-        missing = limit - len(self._held) - len(self._added)
-        if missing > 0:
-            entries = self.queue.read(missing, block_ms)
+        limit = count * (1 + self.config.flow.max_staleness) if in_order else count + trainer.prefetch_segments
+        if limit > have:
+            entries = self.queue.read(min(limit - have, READ_AT_ONCE), block_ms if in_order or have < count else None)
             if self._take_all(entries) == len(entries) > 0:
                 self._take_all(self.queue.read(GARBAGE_AT_ONCE))
 

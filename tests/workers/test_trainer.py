@@ -265,6 +265,20 @@ def test_f51_segments_are_trained_in_the_order_in_which_they_came(make: Make, ru
     assert run.flow.live_members() == set()
 
 
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_a_trainer_reads_as_far_ahead_as_told_while_it_trains(make: Make, run: Run, ahead: int) -> None:
+    bench = make(updates=3, flow__max_staleness=2, trainer__prefetch_segments=ahead)
+    trainer = bench.trainer()
+    fed = [permit.member for permit in bench.feed(6)]
+    for update in range(3):
+        assert trainer.step(None)
+        done = 2 * (update + 1)
+        assert list(trainer._held) == fed[done : done + ahead]
+        assert run.flow.books().balance == 0
+    lines = (bench.config.run_dir / "updates.jsonl").read_text().splitlines()
+    assert [json.loads(line)["segments"] for line in lines] == [fed[0:2], fed[2:4], fed[4:6]]
+
+
 def test_in_ticket_order_a_ticket_that_was_refunded_is_waited_for_too(make: Make, run: Run) -> None:
     bench = make(flow__order="ticket")
     trainer = bench.trainer()
