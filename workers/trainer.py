@@ -165,7 +165,7 @@ class Trainer:
             self._save_checkpoint()
         self._collect(block_ms)
         self._refuse_stale()
-        self._add()
+        self._add(self.config.trainer.segments_per_update)
         if len(self._added) < self.config.trainer.segments_per_update:
             self._miss()
             self._name_what_is_missing()
@@ -262,15 +262,25 @@ class Trainer:
                 self._refuse(held.entry, held.trajectory, f"its staleness is {staleness}, at most {limit} is trained")
                 del self._held[held.trajectory.member]
 
-    def _add(self) -> None:
-        """Give the learner those held segments that the next update is sure to consume, in its order; the rest waits
-        for its commit, since π_prox and V must come from the weights that an update starts with."""
+    def _begin_next(self) -> None:
+        """In streaming, something for the device to compute while an update's weights are encoded and sent. Nothing
+        here asks Redis: the update at hand is not committed yet."""
+        follows = self.config.trainer.update == "streaming" and self.config.flow.order == "arrival"
+        # A checkpoint would forget what is begun.
+        if follows and self._held and not self._checkpoint_due:
+            oldest = next(iter(self._held.values()))
+            if self.version - oldest.trajectory.version <= self.config.flow.stale_limit_versions:
+                self._add(1)
+
+    def _add(self, most: int) -> None:
+        """Give the learner those held segments that the next update is sure to consume, in its order, until it has
+        `most`; the rest waits, since π_prox and V must come from the weights that an update starts with."""
         count = self.config.trainer.segments_per_update
         members = list(self._held)
         if members and self.config.flow.order == "ticket":
             members = [member for member in self.flow.ready_in_order(count) if member not in self._added]
         for member in members:
-            if len(self._added) == count or member not in self._held:
+            if len(self._added) == most or member not in self._held:
                 break
             started_s = time.monotonic()
             # In streaming this is the training itself.
@@ -342,7 +352,12 @@ class Trainer:
         with self.worker.long_step("updating"), self.meter.busy("update"):
             result = self.learner.finish(self.version)
         self._note_skip(result, chosen)
-        self._commit(chosen, skipped=result.skipped is not None)
+        data = to_bytes(self.learner.policy.state_dict())
+        self.version += 1
+        self.update += 1
+        self._adding_s, self._added = 0.0, {}
+        self._begin_next()
+        self._commit(chosen, data, skipped=result.skipped is not None)
         trained = sum(int(held.segment.executed.sum()) for held in chosen)
         self.outcomes.add(episode for held in chosen for episode in held.trajectory.episodes)
         sample = {
@@ -361,10 +376,14 @@ class Trainer:
         }
         self._record(chosen, result)
         self.worker.patiently(lambda: self.worker.emit("update", sample))
-        if self.done or self.update % self.config.trainer.checkpoint_every == 0:
+        if self._checkpoint_due:
             self._save_checkpoint()
         self._waiting_since_s = self._last_data_s = time.monotonic()
-        self._adding_s = 0.0
+
+    @property
+    def _checkpoint_due(self) -> bool:
+        """After this update."""
+        return self.done or self.update % self.config.trainer.checkpoint_every == 0
 
     def _note_skip(self, result: UpdateResult, chosen: list[_Held]) -> None:
         if result.skipped is None:
@@ -379,10 +398,8 @@ class Trainer:
                 f"checkpoint {self._checkpointed} is the last good one; lower trainer.learning_rate"
             )
 
-    def _commit(self, chosen: list[_Held], *, skipped: bool) -> None:
-        self.version += 1
-        self.update += 1
-        weights = self._describe_weights(to_bytes(self.learner.policy.state_dict()))
+    def _commit(self, chosen: list[_Held], data: bytes, *, skipped: bool) -> None:
+        weights = self._describe_weights(data)
 
         def publish() -> str:
             self._weights.upload(weights)
@@ -403,7 +420,6 @@ class Trainer:
         if answer == "missing":
             self.worker.look_again()
         self._remember([held.trajectory.segment.ticket for held in chosen])
-        self._added = {}
         self._trained += 0 if skipped else len(chosen)
         self._skipped += len(chosen) if skipped else 0
         self.worker.version, self.worker.progress = self.version, self.update

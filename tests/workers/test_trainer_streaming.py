@@ -84,12 +84,12 @@ def test_a_segment_is_trained_as_soon_as_it_comes_and_the_update_is_made_with_th
     bench.publish(third)
     bench.publish(first)
     assert trainer.step(None)
-    assert watch.rows == 2 * ROWS and watch.tickets == [2, 3] and bench.waiting() == 1
-    assert same(weights(trainer), after_one_update_of(bench, watch.added)) and not same(before, weights(trainer))
+    assert watch.tickets == [2, 3, 1] and bench.waiting() == 1, "the next update has begun before the commit"
+    assert same(weights(trainer), after_one_update_of(bench, watch.added[:2])) and not same(before, weights(trainer))
     assert run.flow.books().outcomes["trained"] == 2 and run.flow.books().balance == 0
     (sample,) = bench.samples()
     assert sample["optimiser_steps"] == 1 and sample["first_behaviour_ratio_error"] < 1e-5
-    assert not trainer.step(None) and watch.tickets == [2, 3, 1]
+    assert not trainer.step(None) and watch.rows == 3 * ROWS and watch.tickets == [2, 3, 1]
     lines = (bench.config.run_dir / "updates.jsonl").read_text().splitlines()
     assert json.loads(lines[0])["segments"] == [second.member, third.member]
 
@@ -127,6 +127,48 @@ def test_when_the_server_loses_the_run_what_was_half_trained_is_forgotten(
     assert same(weights(trainer), after_one_update_of(bench, watch.added[1:]))
     books = run.flow.books()
     assert (books.outcomes["trained"], books.outcomes["lost_with_server"], books.balance) == (2, 1, 0)
+
+
+def test_what_is_begun_before_a_commit_that_the_server_does_not_take_is_forgotten(
+    make: Make, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make(**STREAMING)
+    trainer = bench.trainer()
+    bench.feed(3)
+    watch = Watch(trainer, monkeypatch)
+    monkeypatch.setattr(trainer.flow, "commit", lambda *_, **__: "missing")
+    assert trainer.step(None) and watch.tickets == [1, 2, 3] and len(trainer._added) == 1
+    after = weights(trainer)
+    monkeypatch.undo()
+    state = run.flow.state()
+    assert state is not None
+    seen = LastSeen(state, run.flow.books())
+    run.client.delete(*run.client.scan_iter(match=run.keys.everything_pattern))
+    assert run.flow.create(bench.config, seen)
+    trainer.start_anew()
+    assert trainer.update == 1 and trainer._added == {} and same(after, weights(trainer))
+    books = run.flow.books()
+    assert (books.outcomes["lost_with_server"], books.balance) == (3, 0)
+
+
+def test_an_update_with_a_checkpoint_begins_nothing_that_it_would_forget(
+    make: Make, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make(**STREAMING, trainer__checkpoint_every=1)
+    trainer = bench.trainer()
+    watch = Watch(trainer, monkeypatch)
+    bench.feed(3)
+    assert trainer.step(None) and watch.tickets == [1, 2]
+
+
+def test_what_is_too_stale_is_not_begun_before_a_commit(make: Make, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = make(**STREAMING, flow__max_staleness=1, flow__stale_limit=1)
+    bench.trainer()
+    bench.feed(3, version=1)
+    trainer = bench.trainer()  # its take-over is version 2
+    watch = Watch(trainer, monkeypatch)
+    assert trainer.step(None) and watch.tickets == [1, 2] and run.flow.books().outcomes["refused"] == 0
+    assert not trainer.step(None) and watch.tickets == [1, 2] and run.flow.books().outcomes["refused"] == 1
 
 
 def test_what_a_dead_trainer_had_half_trained_is_trained_once_by_its_successor(
@@ -171,8 +213,8 @@ def test_segments_beyond_those_of_the_next_update_wait_for_its_weights(
     trainer = bench.trainer()
     watch = Watch(trainer, monkeypatch)
     assert trainer.update == 0 and len(trainer._held) == 4
-    assert trainer.step(None) and watch.tickets == [1, 2] and watch.rows == 2 * ROWS
-    assert same(weights(trainer), after_one_update_of(bench, watch.added))
+    assert trainer.step(None) and watch.tickets == [1, 2, 3], "one of the next update's, with its weights"
+    assert same(weights(trainer), after_one_update_of(bench, watch.added[:2]))
     assert trainer.step(None) and watch.tickets == [1, 2, 3, 4]
     books = run.flow.books()
     assert (books.outcomes["trained"], books.outcomes["rolled_back"], books.balance) == (4, 0, 0)
