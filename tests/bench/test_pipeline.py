@@ -169,8 +169,19 @@ def test_every_row_of_every_profile_and_of_the_real_run_has_a_valid_config(tmp_p
         sync = row.name in ("sync", "sync colocated", "full, η = 0", pipeline.SYNC_ROW)
         assert config.flow.max_staleness == (0 if sync else 1), row.name
         assert config.evaluation.episodes == 0 and config.pretrain is None
-    samples = {row.name: row.overlay for row in plans[-1].rows}
-    assert set(samples) == {pipeline.SYNC_ROW, pipeline.ASYNC_ROW}
+
+
+def test_the_real_rows_differ_in_order_alone(tmp_path: Path) -> None:
+    work = {}
+    for row in pipeline.real_plan([]).rows:
+        over = tmp_path / "over.yaml"
+        over.write_text(json.dumps(row.overlay))
+        config = settings.load([*row.files, over])
+        slots = config.simulators.count * config.simulators.env_batches * config.simulators.slots
+        environments = slots * config.simulators.envs_per_slot
+        rows = config.trainer.segments_per_update * config.simulators.envs_per_slot
+        work[row.name] = environments, rows, config.trainer.epochs, config.trainer.minibatch_samples, config.environment
+    assert work[pipeline.SYNC_ROW] == work[pipeline.ASYNC_ROW] and work[pipeline.ASYNC_ROW][:2] == (64, 64)
 
 
 def test_an_unknown_row_is_refused_with_those_that_there_are() -> None:

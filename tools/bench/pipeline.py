@@ -25,6 +25,7 @@ from vla_stream.errors import InputError
 REAL = "real"  # in place of a profile's name
 QUICKSTART = CONFIGS.parent / "quickstart.yaml"
 STEP_DELAY_MS = 20
+REAL_ENVIRONMENTS, REAL_ROWS = 64, 8  # in all, and of those together in one request when they are free
 SYNC_ROW, ASYNC_ROW = "sync lockstep", "async"
 FILES = {"json": "pipeline.json", "plot": "pipeline.png"}
 
@@ -195,32 +196,35 @@ def _overlay(config: settings.Config, row: Prediction) -> dict[str, Any]:
 
 
 def real_plan(overrides: Sequence[str]) -> Plan:
-    """The quick start's physics, model and work per update, with slower steps and without its warm start: 16
-    environments in two processes. In lockstep all 16 wait for one inference, and training for the rollout."""
+    """The quick start's physics, model and samples per update, with slower steps, four times its environments and
+    without its warm start. In lockstep all environments wait for one inference, and training for the rollout."""
     common: dict[str, Any] = {
         "name": "bench-real",
         "environment": {"options": {"step_delay_ms": STEP_DELAY_MS}},
         "pretrain": None,
         "evaluation": {"episodes": 0},
-        "trainer": {"checkpoint_every": 1000},
     }
     config = settings.load([QUICKSTART], overrides)
-    s, samples = config.simulators, config.trainer.segments_per_update
+    count = config.simulators.count
+    batches = REAL_ENVIRONMENTS // (count * REAL_ROWS)
+    trainer = {"checkpoint_every": 1000}
     # The batch is sent when all rows are in it; the long wait is never waited for.
     lockstep = {
         **common,
-        "generators": {"max_batch_size": s.count * s.envs_per_slot, "max_wait_ms": 1000.0, "padded_sizes": []},
+        "simulators": {"env_batches": 1, "envs_per_slot": batches * REAL_ROWS},
+        "generators": {"max_batch_size": REAL_ENVIRONMENTS, "max_wait_ms": 1000.0, "padded_sizes": []},
+        "trainer": {**trainer, "segments_per_update": count},
         "flow": {"max_staleness": 0},
     }
     free = {
         **common,
-        "simulators": {"env_batches": 2, "envs_per_slot": s.envs_per_slot // 2},
-        "generators": {"max_wait_ms": 0.0, "padded_sizes": [4, 8]},
-        "trainer": {**common["trainer"], "segments_per_update": 2 * samples},
+        "simulators": {"env_batches": batches, "envs_per_slot": REAL_ROWS},
+        "generators": {"max_batch_size": 16, "max_wait_ms": 0.0, "padded_sizes": [REAL_ROWS]},
+        "trainer": {**trainer, "segments_per_update": count * batches},
         "flow": {"max_staleness": 1},
     }
-    rows = [Row(REAL, name, "cpu", [QUICKSTART], over) for name, over in ((SYNC_ROW, lockstep), (ASYNC_ROW, free))]
-    return Plan(REAL, rows)
+    rows = ((SYNC_ROW, lockstep), (ASYNC_ROW, free))
+    return Plan(REAL, [Row(REAL, name, "cpu", [QUICKSTART], over) for name, over in rows])
 
 
 def select(plans: Sequence[Plan], chosen: Sequence[str]) -> list[Row]:
