@@ -170,6 +170,10 @@ class Trainer(Section):
         default="update", description="checkpoint: segments are kept until a checkpoint holds what they taught."
     )
     keep_checkpoints: Count = Field(default=3, ge=1, description="Newest checkpoints kept on disk.")
+    record_every: Count = Field(
+        default=0, ge=0, description="Every so many updates one is recorded with all its segments, for replay; 0: none."
+    )
+    keep_records: Count = Field(default=3, ge=1, description="Newest recorded updates kept on disk.")
     weights_base_every: int = Field(
         default=20, ge=1, le=32, description="Of so many versions one is published full, the others as changes; 1: all."
     )

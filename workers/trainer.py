@@ -32,6 +32,7 @@ from vla_stream.policies.protocol import Policy
 from vla_stream.streams import presence
 from vla_stream.streams.keys import TRAINERS
 from vla_stream.streams.trajectories import Trajectory
+from workers import records
 from workers.lane_choice import admit
 from workers.models import await_specification, make_policy, torch_device
 from workers.outcomes import EpisodeOutcomes
@@ -78,6 +79,7 @@ class Trainer:
         self._lineage: dict[int, None] = {}  # the newest tickets that these weights were trained on, oldest first
         self._added: dict[str, _Held] = {}  # given to the learner for the next update, at most B: not refused any more
         self._adding_s = 0.0  # what that took
+        self._before: LearnerState | None = None  # the next update, if that is to be recorded
         self._kept: dict[str, Trajectory] = {}  # by entry: trained, and not yet in a durable checkpoint
         self._weights = WeightsWriter(self.client, self.flow.scripts, worker.keys, config.trainer.weights_base_every)
         self._trained = self._skipped = 0
@@ -108,6 +110,7 @@ class Trainer:
         self._take_over(trained, skipped)
         if self._checkpointed != self.update:
             self._save_checkpoint()
+        self._remember_what_is_before()
         self.recover()
 
     def start_anew(self) -> None:
@@ -345,7 +348,7 @@ class Trainer:
     # ---- updating
 
     def _update(self) -> None:
-        chosen = list(self._added.values())
+        chosen, before = list(self._added.values()), self._before
         started_s = time.monotonic() - self._adding_s
         waited_s = started_s - self._waiting_since_s
         staleness = [self.version - held.trajectory.version for held in chosen]
@@ -356,6 +359,7 @@ class Trainer:
         self.version += 1
         self.update += 1
         self._adding_s, self._added = 0.0, {}
+        self._remember_what_is_before()
         self._begin_next()
         self._commit(chosen, data, skipped=result.skipped is not None)
         trained = sum(int(held.segment.executed.sum()) for held in chosen)
@@ -374,8 +378,10 @@ class Trainer:
             **self.outcomes.summary(self.version),
             **result.metrics,
         }
-        self._record(chosen, result)
+        self._note(chosen, result)
         self.worker.patiently(lambda: self.worker.emit("update", sample))
+        if before is not None:
+            self._record(before, chosen, result)
         if self._checkpoint_due:
             self._save_checkpoint()
         self._waiting_since_s = self._last_data_s = time.monotonic()
@@ -436,17 +442,34 @@ class Trainer:
         for ticket in list(self._lineage)[:-TICKETS_REMEMBERED]:
             del self._lineage[ticket]
 
-    def _record(self, chosen: list[_Held], result: UpdateResult) -> None:
+    def _remember_what_is_before(self) -> None:
+        every = self.config.trainer.record_every
+        self._before = self.learner.state() if every and (self.update + 1) % every == 0 else None
+
+    def _record(self, before: LearnerState, chosen: list[_Held], result: UpdateResult) -> None:
+        """What an update was made of, for `replay`; the run goes on without it where the disk does not take it."""
+        folder, version = self.config.run_dir / records.RECORDS, self.version - 1
+        trained = [(held.trajectory, held.segment) for held in self._in_order(chosen)]
+        try:
+            records.write(folder, version, self.specification, before, trained, result)
+            records.prune(folder, self.config.trainer.keep_records)
+        except (OSError, BadMessage) as exc:
+            self.worker.say("record", f"update {self.update} is not recorded whole: {exc}")
+
+    def _in_order(self, chosen: list[_Held]) -> list[_Held]:
+        """In which they were trained."""
+        if self.config.trainer.update == "streaming":
+            return chosen
+        return sorted(chosen, key=lambda held: held.trajectory.segment.ticket)
+
+    def _note(self, chosen: list[_Held], result: UpdateResult) -> None:
         """One line per update in updates.jsonl: which segments it consumed, in the order they were trained in."""
-        members = [held.trajectory.member for held in chosen]
-        if self.config.trainer.update == "buffered":
-            members.sort(key=lambda member: int(member.partition(".")[0]))
         line = {
             "update": self.update,
             "version": self.version,
             "epoch": self.epoch,
             "skipped": result.skipped,
-            "segments": members,
+            "segments": [held.trajectory.member for held in self._in_order(chosen)],
         }
         with contextlib.suppress(OSError):
             lines.append(self.config.run_dir / UPDATES_FILE, [line])

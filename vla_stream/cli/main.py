@@ -44,6 +44,7 @@ COMMANDS: Mapping[str, Entry] = {
     "lane": Entry("control", "lane", "Change the way of observations: /dev/shm, Redis, inline."),
     "demos": Entry("demos", "demos", "Record demonstrations of the environment's expert for the warm start."),
     "eval": Entry("evaluate", "evaluate", "Success of a checkpoint on fixed seeds, with its interval."),
+    "replay": Entry("replay", "replay", "Make a recorded update once more and compare what it gave."),
     "check": Entry("check", "check", "Validate a config and show what a run would do."),
     "bench": Entry("bench", "bench", "Measure throughput and transport on this machine."),
     "redis": Entry("server", "redis", "Start or stop a Redis server of your own."),
