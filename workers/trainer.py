@@ -35,7 +35,7 @@ from vla_stream.streams.trajectories import Trajectory
 from workers import records
 from workers.lane_choice import admit
 from workers.models import await_specification, make_policy, torch_device
-from workers.outcomes import EpisodeOutcomes
+from workers.outcomes import EpisodeOutcomes, settled_lag
 from workers.weights import Upload, WeightsWriter, to_bytes
 from workers.worker import BLOCK_S, Worker, run_process
 
@@ -74,7 +74,7 @@ class Trainer:
         self.folder = config.run_dir / CHECKPOINTS
         self.update, self.version, self.epoch = 0, 0, 0
         self.generation = ""  # of the server's life in which this trainer took the run over
-        self.outcomes = EpisodeOutcomes()
+        self.outcomes = EpisodeOutcomes(settled_lag(config))
         self._held: dict[str, _Held] = {}
         self._lineage: dict[int, None] = {}  # the newest tickets that these weights were trained on, oldest first
         self._added: dict[str, _Held] = {}  # given to the learner for the next update, at most B: not refused any more
