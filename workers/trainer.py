@@ -10,29 +10,23 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from vla_stream import lines
 from vla_stream.broker.connection import UNREACHABLE
-from vla_stream.broker.lanes import PayloadReader
-from vla_stream.broker.queue import GARBAGE_AT_ONCE, Entry, WorkQueue
-from vla_stream.config import CHECKPOINTS, DEMONSTRATIONS, MAX_NUMBER, Config
+from vla_stream.config import CHECKPOINTS, DEMONSTRATIONS, Config
 from vla_stream.environments.protocol import Specification
-from vla_stream.errors import BadMessage, Hopeless, InputError, NoSuchRun, PayloadUnreachable, RunFailed
-from vla_stream.flow import Consumed
+from vla_stream.errors import BadMessage, Hopeless, InputError, NoSuchRun, RunFailed
 from vla_stream.learning import checkpoint, cloning
-from vla_stream.learning.segments import Segment
 from vla_stream.learning.update import Learner, LearnerState, UpdateResult
 from vla_stream.policies.protocol import Policy
 from vla_stream.streams import presence
-from vla_stream.streams.keys import TRAINERS
 from vla_stream.streams.trajectories import Trajectory
-from workers import records
+from workers import history, records
+from workers.intake import Held, Intake
 from workers.lane_choice import admit
 from workers.models import await_specification, make_policy, torch_device
 from workers.outcomes import EpisodeOutcomes, settled_lag
@@ -40,25 +34,7 @@ from workers.weights import Upload, WeightsWriter, to_bytes
 from workers.worker import BLOCK_S, Worker, run_process
 
 SAY_WAITING_S = 20.0
-POISONED_UPDATES = 4  # so many updates' segments in a row, all unusable: their makers will not do better
 RETRY_CHECKPOINT_S = 5.0
-READ_AT_ONCE = 4  # segments: while more were read, the device would have nothing to compute
-UPDATES_FILE = "updates.jsonl"
-TICKETS_REMEMBERED = 10_000  # a simulator frozen for longer than so many segments is not met
-LAST_VERSION_FILE = "last_version"
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """A segment that this trainer has taken and not yet committed."""
-
-    entry: Entry
-    trajectory: Trajectory
-    segment: Segment
-
-    @property
-    def consumed(self) -> Consumed:
-        return Consumed(self.entry.id, self.trajectory.member)
 
 
 class Trainer:
@@ -67,27 +43,20 @@ class Trainer:
     def __init__(self, worker: Worker, config: Config, specification: Specification, learner: Learner) -> None:
         self.worker, self.config, self.specification, self.learner = worker, config, specification, learner
         self.client, self.flow, self.meter = worker.client, worker.flow, worker.meter
-        self.queue = WorkQueue(
-            self.client, self.flow.scripts, worker.keys.trajectories, TRAINERS, worker.id, config.flow.lease_s
-        )
-        self.reader = PayloadReader(self.client, worker.keys.blob, self.flow.shm_folder())
+        self.intake = Intake(worker, config, specification)
         self.folder = config.run_dir / CHECKPOINTS
         self.update, self.version, self.epoch = 0, 0, 0
         self.generation = ""  # of the server's life in which this trainer took the run over
         self.outcomes = EpisodeOutcomes(settled_lag(config))
-        self._held: dict[str, _Held] = {}
-        self._lineage: dict[int, None] = {}  # the newest tickets that these weights were trained on, oldest first
-        self._added: dict[str, _Held] = {}  # given to the learner for the next update, at most B: not refused any more
+        self._added: dict[str, Held] = {}  # given to the learner for the next update, at most B: not refused any more
         self._adding_s = 0.0  # what that took
         self._before: LearnerState | None = None  # the next update, if that is to be recorded
         self._kept: dict[str, Trajectory] = {}  # by entry: trained, and not yet in a durable checkpoint
         self._weights = WeightsWriter(self.client, self.flow.scripts, worker.keys, config.trainer.weights_base_every)
         self._trained = self._skipped = 0
         self._skipped_in_a_row = 0
-        self._poisoned_in_a_row = 0
         self._checkpointed = -1
         self._retry_checkpoint_s = math.inf
-        self._last_data_s = time.monotonic()
         self._waiting_since_s = time.monotonic()
         self._next_miss_s = 0.0
 
@@ -106,7 +75,7 @@ class Trainer:
             self.learner.load_state(LearnerState(found.update, found.policy, found.optimiser))
             self.update, self.version, self._checkpointed = found.update, found.version, found.update
             trained, skipped = (found.meta[counter] for counter in checkpoint.COUNTERS)
-            self._remember(trained_tickets(self.config.run_dir / UPDATES_FILE, found.update))
+            self.intake.remember(history.trained_tickets(self.config.run_dir, found.update))
         self._take_over(trained, skipped)
         if self._checkpointed != self.update:
             self._save_checkpoint()
@@ -118,7 +87,7 @@ class Trainer:
         weights are not, and they go out under a version of their own."""
         self._begin_anew()
         for trajectory in [*(held.trajectory for held in self._held.values()), *self._kept.values()]:
-            self._remove_payloads(trajectory)
+            self.intake.remove_payloads(trajectory)
         lost = len(self._held)
         self._held.clear()
         self._kept.clear()
@@ -135,14 +104,14 @@ class Trainer:
         if state is None:
             raise NoSuchRun(f"run {self.worker.keys.run}: not on this server; start it with `vla-stream run`")
         # The server may remember an older version than we do, or than our predecessor published.
-        self.version = max(self.version, state.version, self._last_version()) + 1
-        self.epoch = state.epoch + 1
+        self.version = max(self.version, state.version, history.last_version(self.config.run_dir, self.worker.say)) + 1
+        self.epoch = self.intake.epoch = state.epoch + 1
         self._weights.adopt()
         weights = self._describe_weights(
             to_bytes(self.learner.policy.state_dict()) if data is None else data, full=True
         )
         self._weights.upload(weights)
-        fields, last_ticket = weights.manifest.to_fields(), max(self._lineage, default=0)
+        fields, last_ticket = weights.manifest.to_fields(), max(self.intake.lineage, default=0)
         self.flow.resume(state.epoch, self.update, self.version, trained, skipped, fields, last_ticket)
         self._weights.keep(weights)
         self.generation = state.generation
@@ -158,7 +127,7 @@ class Trainer:
 
     def recover(self) -> None:
         """At start and after each reconnect: what an earlier trainer or a lost reply left pending."""
-        self._take_all(self.queue.recover())
+        self.intake.recover(self._others)
 
     def step(self, block_ms: int | None) -> bool:
         """Read what has arrived, then the update if all its segments are in; True when one was committed."""
@@ -167,7 +136,7 @@ class Trainer:
         if time.monotonic() > self._retry_checkpoint_s:
             self._save_checkpoint()
         self._collect(block_ms)
-        self._refuse_stale()
+        self.intake.refuse_stale(self.version)
         self._add(self.config.trainer.segments_per_update)
         if len(self._added) < self.config.trainer.segments_per_update:
             self._miss()
@@ -196,74 +165,16 @@ class Trainer:
         in_order = self.config.flow.order == "ticket"
         limit = count * (1 + self.config.flow.max_staleness) if in_order else count + trainer.prefetch_segments
         if limit > have:
-            entries = self.queue.read(min(limit - have, READ_AT_ONCE), block_ms if in_order or have < count else None)
-            if self._take_all(entries) == len(entries) > 0:
-                self._take_all(self.queue.read(GARBAGE_AT_ONCE))
+            self.intake.collect(limit - have, block_ms if in_order or have < count else None, self._others)
 
-    def _take_all(self, entries: Sequence[Entry]) -> int:
-        """Returns how many of them cannot be used."""
-        damaged: list[tuple[Entry, str]] = []
-        arrived: list[tuple[Entry, Trajectory]] = []
-        ours = {held.entry.id for held in (*self._held.values(), *self._added.values())} | self._kept.keys()
-        for entry in entries:
-            if entry.id in ours:
-                continue  # pending after a reconnect, or delivered once more by a group that was made anew
-            try:
-                arrived.append((entry, Trajectory.from_fields(entry.fields)))
-            except BadMessage as exc:
-                damaged.append((entry, str(exc)))
-        published = self.flow.published_as([trajectory.member for _, trajectory in arrived])
-        for (entry, trajectory), published_as in zip(arrived, published, strict=True):
-            try:
-                if published_as != entry.id:
-                    raise BadMessage(f"segment {trajectory.member} was not published as this entry")
-                self._take(entry, trajectory)
-            except BadMessage as exc:
-                damaged.append((entry, str(exc)))
-        if damaged:
-            self._poisoned(damaged)
-        return len(damaged)
+    @property
+    def _others(self) -> set[str]:
+        """Entries that were taken, beside those that are held."""
+        return {held.entry.id for held in self._added.values()} | self._kept.keys()
 
-    def _take(self, entry: Entry, trajectory: Trajectory) -> None:
-        """Raises BadMessage."""
-        if trajectory.segment.ticket in self._lineage:
-            # Published, trained, and registered anew by a simulator that never heard of it from the lost server.
-            self.flow.refuse(self.epoch, entry.id, "lost_with_server")
-            self._remove_payloads(trajectory)
-            self.worker.say("refused", f"segment {trajectory.member}: its ticket was trained before, it is dropped")
-            return
-        try:
-            segment = trajectory.load(self.reader.read)
-            self._check_shapes(segment)
-        except PayloadUnreachable as exc:
-            self._refuse(entry, trajectory, str(exc))
-            return
-        self._last_data_s, self._poisoned_in_a_row = time.monotonic(), 0
-        self._held[trajectory.member] = _Held(entry, trajectory, segment)
-        self.meter.count("segments")
-
-    def _check_shapes(self, segment: Segment) -> None:
-        """A segment of another action shape or other observations must not end the trainer (F45). Raises BadMessage."""
-        got = segment.actions.shape[2:]
-        expected = (self.config.policy.chunk, self.specification.action_dims)
-        if got != expected:
-            raise BadMessage(f"segment {segment.ticket}: actions are [H, A] = {list(got)}, expected {list(expected)}")
-        first = segment.observations[0]
-        cameras = {camera: image.shape[1:3] for camera, image in first.images.items()}
-        if cameras != dict(self.specification.cameras) or first.state.shape[1] != self.specification.state_dims:
-            raise BadMessage(
-                f"segment {segment.ticket}: it shows cameras {cameras} and {first.state.shape[1]} state dims, "
-                f"expected {dict(self.specification.cameras)} and {self.specification.state_dims}"
-            )
-
-    def _refuse_stale(self) -> None:
-        """Looked at before each update, since held segments age when this trainer takes over under a new version."""
-        limit = self.config.flow.stale_limit_versions
-        for held in list(self._held.values()):
-            staleness = self.version - held.trajectory.version
-            if staleness > limit:
-                self._refuse(held.entry, held.trajectory, f"its staleness is {staleness}, at most {limit} is trained")
-                del self._held[held.trajectory.member]
+    @property
+    def _held(self) -> dict[str, Held]:
+        return self.intake.held
 
     def _begin_next(self) -> None:
         """In streaming, something for the device to compute while an update's weights are encoded and sent. Nothing
@@ -272,7 +183,7 @@ class Trainer:
         # A checkpoint would forget what is begun.
         if follows and self._held and not self._checkpoint_due:
             oldest = next(iter(self._held.values()))
-            if self.version - oldest.trajectory.version <= self.config.flow.stale_limit_versions:
+            if not self.intake.is_stale(oldest, self.version):
                 self._add(1)
 
     def _add(self, most: int) -> None:
@@ -295,29 +206,8 @@ class Trainer:
     def _begin_anew(self) -> None:
         """The next update begins anew: what the learner has of it is forgotten, and its segments are held as before."""
         self.learner.discard()
-        self._held = self._added | self._held
+        self.intake.held = self._added | self._held
         self._added = {}
-
-    def _refuse(self, entry: Entry, trajectory: Trajectory, reason: str) -> None:
-        self.flow.refuse(self.epoch, entry.id, "refused")
-        self._remove_payloads(trajectory)
-        self.meter.count("refused")
-        self.worker.say("refused", f"segment {trajectory.member}: {reason}; its ticket is given out again")
-
-    def _poisoned(self, damaged: Sequence[tuple[Entry, str]]) -> None:
-        self.worker.bury(self.queue.stream, damaged)
-        segments = self.flow.refuse_all(self.epoch, [entry.id for entry, _ in damaged], "poisoned")
-        for entry, reason in damaged:
-            if entry.id not in segments:
-                continue  # somebody else's entry, which nobody waits for
-            self.meter.count("poisoned")
-            self.worker.say("poisoned", f"entry {entry.id}: {reason}; its ticket is given out again")
-            self._poisoned_in_a_row += 1
-            if self._poisoned_in_a_row >= POISONED_UPDATES * self.config.trainer.segments_per_update:
-                raise Hopeless(
-                    f"{self._poisoned_in_a_row} segments in a row could not be used, last: {reason}; "
-                    "see what the simulators and the policy of the generators return"
-                )
 
     def _miss(self) -> None:
         """Segments that were published and whose entries are gone must not count as outstanding for ever; and where the
@@ -339,11 +229,6 @@ class Trainer:
             self._save_checkpoint()  # taking over releases what was kept for one
         self._take_over(self._trained, self._skipped, self._weights.data)
         self.worker.say("weights", f"{lost} is gone from the server; they are published anew as version {self.version}")
-
-    def _remove_payloads(self, trajectory: Trajectory) -> None:
-        references = trajectory.references()
-        if references:
-            self.reader.remove(references[0])
 
     # ---- updating
 
@@ -378,20 +263,21 @@ class Trainer:
             **self.outcomes.summary(self.version),
             **result.metrics,
         }
-        self._note(chosen, result)
+        members = [held.trajectory.member for held in self._in_order(chosen)]
+        history.note_update(self.config.run_dir, self.update, self.version, self.epoch, result.skipped, members)
         self.worker.patiently(lambda: self.worker.emit("update", sample))
         if before is not None:
             self._record(before, chosen, result)
         if self._checkpoint_due:
             self._save_checkpoint()
-        self._waiting_since_s = self._last_data_s = time.monotonic()
+        self._waiting_since_s = self.intake.last_data_s = time.monotonic()
 
     @property
     def _checkpoint_due(self) -> bool:
         """After this update."""
         return self.done or self.update % self.config.trainer.checkpoint_every == 0
 
-    def _note_skip(self, result: UpdateResult, chosen: list[_Held]) -> None:
+    def _note_skip(self, result: UpdateResult, chosen: list[Held]) -> None:
         if result.skipped is None:
             self._skipped_in_a_row = 0
             return
@@ -404,7 +290,7 @@ class Trainer:
                 f"checkpoint {self._checkpointed} is the last good one; lower trainer.learning_rate"
             )
 
-    def _commit(self, chosen: list[_Held], data: bytes, *, skipped: bool) -> None:
+    def _commit(self, chosen: list[Held], data: bytes, *, skipped: bool) -> None:
         weights = self._describe_weights(data)
 
         def publish() -> str:
@@ -425,7 +311,7 @@ class Trainer:
             raise RunFailed(f"told to end while Redis was unreachable; update {self.update} is void")
         if answer == "missing":
             self.worker.look_again()
-        self._remember([held.trajectory.segment.ticket for held in chosen])
+        self.intake.remember([held.trajectory.segment.ticket for held in chosen])
         self._trained += 0 if skipped else len(chosen)
         self._skipped += len(chosen) if skipped else 0
         self.worker.version, self.worker.progress = self.version, self.update
@@ -435,18 +321,13 @@ class Trainer:
                 self._kept[held.entry.id] = held.trajectory
             else:
                 with contextlib.suppress(*UNREACHABLE):
-                    self._remove_payloads(held.trajectory)
-
-    def _remember(self, tickets: Sequence[int]) -> None:
-        self._lineage |= dict.fromkeys(tickets)
-        for ticket in list(self._lineage)[:-TICKETS_REMEMBERED]:
-            del self._lineage[ticket]
+                    self.intake.remove_payloads(held.trajectory)
 
     def _remember_what_is_before(self) -> None:
         every = self.config.trainer.record_every
         self._before = self.learner.state() if every and (self.update + 1) % every == 0 else None
 
-    def _record(self, before: LearnerState, chosen: list[_Held], result: UpdateResult) -> None:
+    def _record(self, before: LearnerState, chosen: list[Held], result: UpdateResult) -> None:
         """What an update was made of, for `replay`; the run goes on without it where the disk does not take it."""
         folder, version = self.config.run_dir / records.RECORDS, self.version - 1
         trained = [(held.trajectory, held.segment) for held in self._in_order(chosen)]
@@ -456,42 +337,14 @@ class Trainer:
         except (OSError, BadMessage) as exc:
             self.worker.say("record", f"update {self.update} is not recorded whole: {exc}")
 
-    def _in_order(self, chosen: list[_Held]) -> list[_Held]:
+    def _in_order(self, chosen: list[Held]) -> list[Held]:
         """In which they were trained."""
         if self.config.trainer.update == "streaming":
             return chosen
         return sorted(chosen, key=lambda held: held.trajectory.segment.ticket)
 
-    def _note(self, chosen: list[_Held], result: UpdateResult) -> None:
-        """One line per update in updates.jsonl: which segments it consumed, in the order they were trained in."""
-        line = {
-            "update": self.update,
-            "version": self.version,
-            "epoch": self.epoch,
-            "skipped": result.skipped,
-            "segments": [held.trajectory.member for held in self._in_order(chosen)],
-        }
-        with contextlib.suppress(OSError):
-            lines.append(self.config.run_dir / UPDATES_FILE, [line])
-
-    def _last_version(self) -> int:
-        """The highest version that any trainer of this run has begun to publish, or 0 where the file is not there."""
-        file = self.config.run_dir / LAST_VERSION_FILE
-        try:
-            version = int(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return 0
-        if version > MAX_NUMBER:
-            self.worker.say("version", f"{file}: holds {str(version)[:30]}, expected at most {MAX_NUMBER}; ignored")
-            return 0
-        return version
-
     def _describe_weights(self, data: bytes, *, full: bool = False) -> Upload:
-        # Written before anybody can see the version: no number may ever name two different weights.
-        with contextlib.suppress(OSError):  # a full disk; then the checkpoint and the server remember it
-            unfinished = self.config.run_dir / f".{LAST_VERSION_FILE}"
-            unfinished.write_text(f"{self.version}\n", encoding="utf-8")
-            unfinished.replace(self.config.run_dir / LAST_VERSION_FILE)
+        history.note_version(self.config.run_dir, self.version)
         return self._weights.describe(self.version, self.update, self.epoch, data, full=full)
 
     def _save_checkpoint(self) -> None:
@@ -517,13 +370,13 @@ class Trainer:
             # None of them: another trainer has taken over, and they may be its own.
             for trajectory in self._kept.values() if released else ():
                 with contextlib.suppress(*UNREACHABLE):
-                    self._remove_payloads(trajectory)
+                    self.intake.remove_payloads(trajectory)
             self._kept.clear()
 
     def _name_what_is_missing(self) -> None:
-        if time.monotonic() - self._last_data_s < SAY_WAITING_S:
+        if time.monotonic() - self.intake.last_data_s < SAY_WAITING_S:
             return
-        self._last_data_s = time.monotonic()
+        self.intake.last_data_s = time.monotonic()
         if self.worker.desired != "running":
             return
         alive = {worker.role for worker in presence.alive(self.client, self.worker.keys)}
@@ -532,22 +385,6 @@ class Trainer:
             f"no {' and no '.join(missing)} is alive" if missing else "all roles are alive; see `vla-stream status`"
         )
         self.worker.say("waiting", f"trainer has no data for {SAY_WAITING_S:g} s: {reason}")
-
-
-def trained_tickets(file: Path, update: int) -> list[int]:
-    """The tickets that the lineage up to `update` was trained on, as updates.jsonl tells; damaged lines are skipped."""
-    lineage: dict[int, list[int]] = {}
-    with contextlib.suppress(OSError):
-        for record in lines.read(file):
-            with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
-                number, tickets = int(record["update"]), [int(str(m).partition(".")[0]) for m in record["segments"]]
-                if max(number, *tickets) > MAX_NUMBER:
-                    continue
-                # A later trainer repeats what was rolled back: from its first update on, the older lineage is gone.
-                while lineage and next(reversed(lineage)) >= number:
-                    lineage.popitem()
-                lineage[number] = tickets
-    return [ticket for number, used in lineage.items() if number <= update for ticket in used]
 
 
 def make_learner(

@@ -20,7 +20,7 @@ from vla_stream.errors import Expired, Hopeless, InputError
 from vla_stream.flow import LastSeen, Permit
 from vla_stream.learning import checkpoint
 from workers import trainer as trainer_module
-from workers.trainer import trained_tickets
+from workers.history import trained_tickets
 
 original_save = checkpoint.save
 
@@ -439,12 +439,12 @@ def test_a_run_that_is_resumed_on_a_new_server_is_given_no_ticket_that_it_was_tr
 
 def test_the_tickets_of_a_lineage_are_those_of_the_last_trainer_that_made_each_update(tmp_path: Path) -> None:
     file = tmp_path / "updates.jsonl"
-    assert trained_tickets(file, 9) == []
+    assert trained_tickets(tmp_path, 9) == []
     lines = [(1, "1.1"), (2, "2.1"), (3, "3.1"), (2, "4.2"), (3, "5.1"), (4, "6.1")]
     text = [json.dumps({"update": number, "segments": [member]}) for number, member in lines]
     absurd = ['{"update": 1e999, "segments": []}', f'{{"update": 3, "segments": ["{10**30}.1"]}}', 9999 * "["]
     file.write_text("\n".join([*text[:3], "{", "7", '{"update": 3}', *absurd, *text[3:]]) + "\n" + text[0][:9])
-    assert trained_tickets(file, 3) == [1, 4, 5]
+    assert trained_tickets(tmp_path, 3) == [1, 4, 5]
 
 
 def test_a_last_version_that_nobody_can_count_on_from_is_ignored_and_told(make: Make, run: Run) -> None:
@@ -610,7 +610,7 @@ def test_a_broken_connection_after_the_commit_trains_no_segment_twice(
     def broken(_: str) -> None:
         raise UNREACHABLE[0]("injected")
 
-    monkeypatch.setattr(trainer.reader, "remove", broken)
+    monkeypatch.setattr(trainer.intake.reader, "remove", broken)
     bench.feed(shm=True)
     assert trainer.step(None)
     assert bench.checkpoints() == ["000000", "000001"] and len(bench.samples()) == 1
