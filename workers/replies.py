@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
-import threading
-import time
-from multiprocessing.connection import Connection
-from queue import Empty, Queue
+from collections.abc import Set
 
-from vla_stream.broker.complaints import not_stored, wrong_type
+from vla_stream.broker.client import Sent
+from vla_stream.broker.complaints import wrong_type
 from vla_stream.broker.connection import UNREACHABLE, Client, ResponseError
 from vla_stream.broker.queue import Entry
 from vla_stream.broker.tail import Tail
 from vla_stream.streams import notices
-from workers.worker import BLOCK_S
 
 STREAM_TTL_S = 300.0
 REPLIES_AT_ONCE = 256
@@ -28,6 +23,7 @@ class Replies:
         self.client, self.stream = client, stream
         self._tail = Tail(client, stream)
         self._consumed: list[Entry] = []
+        self._sent: Sent | None = None
 
     def open(self) -> None:
         """Create the stream: generators add to it only while it exists (F53)."""
@@ -38,16 +34,48 @@ class Replies:
             pipe.pexpire(self.stream, int(STREAM_TTL_S * 1000))
             pipe.execute()
 
-    def open_anew(self) -> None:
+    def _open_anew(self) -> None:
         """Where somebody wrote another type to our key: what was asked meanwhile is asked again."""
         with contextlib.suppress(*UNREACHABLE), notices.expendable():
             self.client.delete(self.stream)
             self.open()
 
     def read(self, block_ms: int | None) -> list[Entry]:
-        """New replies. They are deleted at the next call: an error of the connection must not lose what was read."""
-        self._tail.delete(self._consumed)
-        self._consumed = self._tail.read(REPLIES_AT_ONCE, block_ms)
+        """New replies, in one round trip."""
+        self.ask(block_ms)
+        return self._take()
+
+    def ask(self, block_ms: int | None) -> int:
+        """Ask for new replies, unless that was done; returns the file descriptor that tells when `poll` has them.
+
+        What was read before is deleted now, and again if that failed: no error of the connection loses a reply."""
+        if self._sent is None:
+            pipe = self.client.pipeline(transaction=False)
+            self._tail.queue_read(pipe, REPLIES_AT_ONCE, block_ms, self._consumed)
+            self._sent = pipe.begin()
+        return self._sent.fileno()
+
+    def poll(self, readable: Set[int]) -> list[Entry]:
+        """Those that were asked for, if their file descriptor is among these; does not wait."""
+        if self._sent is None:
+            return []
+        if self._sent.fileno() in readable:
+            return self._take()
+        if self._sent.late:
+            sent, self._sent = self._sent, None
+            sent.drop()
+        return []
+
+    def _take(self) -> list[Entry]:
+        assert self._sent is not None
+        sent, self._sent = self._sent, None
+        try:
+            self._consumed = self._tail.took(sent.replies()[0])
+        except ResponseError as exc:
+            if not wrong_type(exc):
+                raise
+            self._open_anew()
+            return []
         return self._consumed
 
     def renew(self) -> bool:
@@ -56,52 +84,3 @@ class Replies:
 
     def close(self) -> None:
         self.client.delete(self.stream)
-
-
-class ReplyThread:
-    """Blocks on the reply stream, so that the main loop can wait for replies and environments alike."""
-
-    def __init__(self, replies: Replies) -> None:
-        self._replies = replies
-        self._error: Exception | None = None
-        # Bounded: what the main loop is slow to take stays on the server.
-        self._queue: Queue[Entry] = Queue(maxsize=REPLIES_AT_ONCE)
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        self._waker, self.waitable = theirs, Connection(ours.detach())
-        threading.Thread(target=self._run, name="replies", daemon=True).start()
-
-    def drain(self) -> list[Entry]:
-        """Replies that came since the last call; never waits. Raises what ended the thread."""
-        with contextlib.suppress(BlockingIOError):
-            os.read(self.waitable.fileno(), 4096)
-        if self._error is not None:
-            raise self._error
-        found = []
-        while True:
-            try:
-                found.append(self._queue.get_nowait())
-            except Empty:
-                return found
-
-    def _run(self) -> None:
-        try:
-            while True:
-                try:
-                    replies = self._replies.read(int(BLOCK_S * 1000))
-                except (*UNREACHABLE, ResponseError) as exc:
-                    if isinstance(exc, ResponseError) and not not_stored(exc):
-                        raise
-                    if wrong_type(exc):
-                        self._replies.open_anew()
-                    time.sleep(0.2)
-                    continue
-                for reply in replies:
-                    if self._queue.full():
-                        self._waker.send(b"!")
-                    self._queue.put(reply)
-                if replies:
-                    self._waker.send(b"!")
-        except Exception as exc:
-            self._error = exc
-            self._waker.send(b"!")

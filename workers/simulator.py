@@ -25,9 +25,9 @@ from vla_stream.streams.actions import ActionReply
 from vla_stream.streams.obs_requests import ObsRequest
 from workers.environment_host import Host, Outcome, ProcessHost
 from workers.lane_choice import LaneChoice, admit
-from workers.replies import Replies, ReplyThread
+from workers.replies import Replies
 from workers.slot import Place, Slot, State, new_incarnation, slot_part
-from workers.worker import BEAT_S, Worker, run_process
+from workers.worker import BEAT_S, BLOCK_S, Worker, run_process
 
 LOOK_S = BEAT_S / 4  # longest time between two looks at an environment that says nothing
 FIRST_PERMIT_WAIT_S, LONGEST_PERMIT_WAIT_S = 0.005, 0.1
@@ -427,24 +427,32 @@ def serve(worker: Worker, config: Config) -> None:
     simulator = Simulator(worker, config, hosts)
     try:
         worker.patiently(simulator.open)
-        thread = ReplyThread(Replies(worker.connect(), simulator.replies.stream))
+        reader = Replies(worker.connect(), simulator.replies.stream)
         drain_until_s: float | None = None
+
+        def hear() -> list[Entry]:
+            return reader.poll(readable)
 
         def work() -> bool:
             worker.beat()
             return simulator.step(replies, readable)
 
+        def ask() -> int:
+            return reader.ask(int(BLOCK_S * 1000))
+
         readable: Set[int] = frozenset()
         while not worker.stopping:
-            replies = thread.drain()
+            replies = worker.patiently(hear) or []
             worker.patiently(work)
             if worker.draining:
                 drain_until_s = drain_until_s or time.monotonic() + config.flow.drain_deadline_s
                 if simulator.idle or time.monotonic() > drain_until_s:
                     break
+            waitables = [waitable for batch in simulator.batches for waitable in batch.host.waitables()]
+            if (asked := worker.patiently(ask)) is not None:
+                waitables.append(asked)
             with worker.meter.busy("waiting"):
-                environments = [waitable for batch in simulator.batches for waitable in batch.host.waitables()]
-                readable = _wait([thread.waitable.fileno(), *environments], simulator.patience_s())
+                readable = _wait(waitables, simulator.patience_s())
     finally:
         simulator.close()
 

@@ -345,8 +345,8 @@ def test_a_broken_connection_while_consumed_replies_are_deleted_loses_none(
     bench = make()
     for request in bench.requests().values():
         bench.reply(request)
-    monkeypatch.setattr(bench.worker.client, "xdel", _broken)
     seen = bench.simulator.replies.read(None)
+    monkeypatch.setattr(bench.worker.client, "pipeline", _broken)
     with pytest.raises(UNREACHABLE[0]):
         bench.simulator.replies.read(None)
     monkeypatch.undo()
@@ -354,7 +354,7 @@ def test_a_broken_connection_while_consumed_replies_are_deleted_loses_none(
     assert run.client.xlen(run.keys.actions("simulator-0")) == 0
 
 
-def _broken(*_: object) -> None:
+def _broken(*_: object, **__: object) -> None:
     raise UNREACHABLE[0]("injected")
 
 

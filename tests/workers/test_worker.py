@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from vla_stream.broker.connection import UNREACHABLE, Client, connect
 from vla_stream.broker.server import EmbeddedServer
 from vla_stream.errors import Expired, InputError
 from workers import worker as worker_module
-from workers.replies import Replies, ReplyThread
+from workers.replies import Replies
 from workers.worker import Worker
 
 DEADLINE_S = 15.0
@@ -220,22 +220,50 @@ def test_a_simulator_drains_on_sigterm_and_gives_its_name_back(run: Run) -> None
     assert not run.client.exists(run.keys.worker("simulator-0"), run.keys.actions("simulator-0"))
 
 
-def test_the_reply_thread_wakes_whoever_waits_and_keeps_the_order(run: Run) -> None:
+def test_a_reply_that_is_waited_for_makes_a_descriptor_readable_and_the_order_is_kept(run: Run) -> None:
     run.start()
-    worker = run.worker("simulator")
     stream = run.keys.actions("simulator-0")
-    replies = Replies(worker.connect(), stream)
+    replies = Replies(run.worker("simulator").connect(), stream)
     replies.open()
-    thread = ReplyThread(replies)
-    assert thread.drain() == []
+    descriptor = replies.ask(1000)
+    assert replies.ask(1000) == descriptor and not readable(descriptor, 0)
     threading.Timer(0.05, lambda: [run.client.xadd(stream, {"n": number}) for number in range(3)]).start()
     found: list[bytes] = []
     deadline_s = time.monotonic() + DEADLINE_S
     while len(found) < 3:
         assert time.monotonic() < deadline_s
-        assert wait([thread.waitable], timeout=DEADLINE_S)
-        found += [entry.fields[b"n"] for entry in thread.drain()]
+        descriptor = replies.ask(1000)
+        found += [entry.fields[b"n"] for entry in replies.poll(readable(descriptor, DEADLINE_S))]
     assert found == [b"0", b"1", b"2"]
+
+
+def readable(descriptor: int, timeout_s: float) -> set[int]:
+    return {descriptor} if select.select([descriptor], [], [], timeout_s)[0] else set()
+
+
+def test_consumed_replies_are_deleted_while_the_next_ones_are_waited_for_without_a_wake_up(run: Run) -> None:
+    run.start()
+    stream = run.keys.actions("simulator-0")
+    replies = Replies(run.worker("simulator").connect(), stream)
+    replies.open()
+    run.client.xadd(stream, {"n": 1})
+    assert [entry.fields[b"n"] for entry in replies.read(None)] == [b"1"]
+    assert not readable(replies.ask(1000), 0.1), "what deletes must not look like a reply"
+    run.client.xadd(stream, {"n": 2})
+    until(lambda: replies.poll(readable(replies.ask(1000), 0)))
+    until(lambda: run.client.xlen(stream) == 1)
+
+
+def test_a_read_that_gets_no_answer_is_given_up_and_made_anew(run: Run) -> None:
+    run.start()
+    stream = run.keys.actions("simulator-0")
+    replies = Replies(connect(run.url, name="reader", block_s=0.1, margin_s=0.1), stream)
+    replies.open()
+    replies.ask(60_000)  # as when the way back is cut
+    time.sleep(0.25)
+    assert replies.poll(set()) == []
+    run.client.xadd(stream, {"n": 1})
+    assert len(replies.poll(readable(replies.ask(100), DEADLINE_S))) == 1
 
 
 def _milliseconds(client: Client) -> int:
@@ -243,20 +271,27 @@ def _milliseconds(client: Client) -> int:
     return int(seconds) * 1000 + int(micros) // 1000
 
 
-def test_f11_the_reply_thread_survives_a_flush(tmp_path: Path) -> None:
+def test_f11_reading_replies_survives_a_flush(tmp_path: Path) -> None:
     with EmbeddedServer.start(tmp_path) as server, contextlib.closing(connect(server.url, name="test")) as client:
-        replies = Replies(client, "vla:{x}:actions:simulator-0")
-        replies.open()
-        thread = ReplyThread(Replies(connect(server.url, name="reader", block_s=1.0), replies.stream))
-        entry: Any = client.xadd(replies.stream, {"n": 1})
-        first = int(entry.partition(b"-")[0])
+        stream = "vla:{x}:actions:simulator-0"
+        reader = Replies(connect(server.url, name="reader", block_s=1.0), stream)
+        reader.open()
         found: list[bytes] = []
-        until(lambda: found.extend(entry.fields[b"n"] for entry in thread.drain()) or found)
+
+        def arrived(count: int) -> bool:
+            entries = reader.poll(readable(reader.ask(100), 0.2))
+            found.extend(entry.fields[b"n"] for entry in entries)
+            return len(found) == count
+
+        entry: Any = client.xadd(stream, {"n": 1})
+        first = int(entry.partition(b"-")[0])
+        until(lambda: arrived(1))
         # A stream made anew begins its ids anew: in the same millisecond it would give the same id again.
         until(lambda: _milliseconds(client) > first)
+        reader.ask(100)
         client.flushall()
-        assert not replies.renew(), "the simulator sees that it has to open it again"
-        replies.open()
-        client.xadd(replies.stream, {"n": 2})
-        until(lambda: found.extend(entry.fields[b"n"] for entry in thread.drain()) or len(found) == 2)
+        assert not Replies(client, stream).renew(), "the simulator sees that it has to open it again"
+        Replies(client, stream).open()
+        client.xadd(stream, {"n": 2})
+        until(lambda: arrived(2))
         assert found == [b"1", b"2"]

@@ -8,6 +8,7 @@ The commands themselves, parsing and connections are redis-py's.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -64,7 +65,10 @@ class OneConnection(redis.ConnectionPool):
 
     def talk(self, body: Callable[[Any], Answer]) -> Answer:
         """`body(connection)`, while nobody else uses it."""
-        connection = self.get_connection()
+        return self.finish(self.get_connection(), body)
+
+    def finish(self, connection: Any, body: Callable[[Any], Answer]) -> Answer:
+        """`body(connection)`, which ends its loan."""
         try:
             return body(connection)
         except ResponseError:
@@ -103,20 +107,25 @@ class Pipeline(redis.client.Pipeline):
 
     def execute(self, raise_on_error: bool = True) -> list[Any]:
         """The replies, in order. Raises the first error among them; one of a transaction means that it was void."""
-        stack, self.command_stack = self.command_stack, []
-        if not stack:
-            return []
-        commands = [args for args, _ in stack]
-        atomic: bool = self.transaction  # type: ignore[assignment]  # of redis-py's two things of this name, the flag
-        if atomic:
+        return self.begin().replies(raise_on_error) if self.command_stack else []
+
+    def begin(self) -> Sent:
+        """Send the commands, at least one; the connection is theirs until their replies are read."""
+        commands = [args for args, _ in self.command_stack]
+        if self._atomic:
             commands = [("MULTI",), *commands, ("EXEC",)]
-
-        def body(connection: Any) -> list[Any]:
+        connection = self.connection_pool.get_connection()
+        try:
             connection.send_packed_command(_packed(connection, commands))
-            return [_reply(connection) for _ in commands]
+        except BaseException:
+            self.connection_pool.finish(connection, lambda broken: broken.disconnect())
+            raise
+        stack, self.command_stack = self.command_stack, []
+        return Sent(self, connection, stack, len(commands))
 
-        replies = self.connection_pool.talk(body)
-        if atomic:
+    def understand(self, stack: list[Any], replies: list[Any], raise_on_error: bool) -> list[Any]:
+        """Replies as redis-py gives them, to the commands of `stack`."""
+        if self._atomic:
             _, *queued, done = replies
             if isinstance(done, Exception):
                 # Why one of the commands was not taken says more than that the transaction was not.
@@ -127,11 +136,47 @@ class Pipeline(redis.client.Pipeline):
             self.raise_first_error(stack, replies)  # type: ignore[no-untyped-call]
         return [self._understood(args, options, reply) for (args, options), reply in zip(stack, replies, strict=True)]
 
+    @property
+    def _atomic(self) -> bool:
+        # Of redis-py's two things of this name, the flag.
+        return bool(self.transaction)
+
     def _understood(self, args: tuple[Any, ...], options: dict[str, Any], reply: Any) -> Any:
         if isinstance(reply, Exception) or args[0] not in self.response_callbacks:
             return reply
         options.pop("keys", None)  # for redis-py's cache
         return self.response_callbacks[args[0]](reply, **options)
+
+
+class Sent:
+    """Commands that are on their way: whoever sent them may wait for other things, too, before reading the replies."""
+
+    def __init__(self, pipe: Pipeline, connection: Any, stack: list[Any], count: int) -> None:
+        self._pipe, self._connection, self._stack, self._count = pipe, connection, stack, count
+        self._due_s = time.monotonic() + (connection.socket_timeout or float("inf"))
+
+    def fileno(self) -> int:
+        """For `poll`: readable once the first reply is there, or the connection broke."""
+        return int(self._connection._sock.fileno())
+
+    @property
+    def late(self) -> bool:
+        """No reply for so long that there will be none."""
+        return time.monotonic() > self._due_s
+
+    def replies(self, raise_on_error: bool = True) -> list[Any]:
+        """As of `Pipeline.execute`; waits for them."""
+
+        def body(connection: Any) -> list[Any]:
+            return [_reply(connection) for _ in range(self._count)]
+
+        return self._pipe.understand(
+            self._stack, self._pipe.connection_pool.finish(self._connection, body), raise_on_error
+        )
+
+    def drop(self) -> None:
+        """The replies will not be read."""
+        self._pipe.connection_pool.finish(self._connection, lambda connection: connection.disconnect())
 
 
 def _packed(connection: Any, commands: Sequence[tuple[Any, ...]]) -> list[bytes]:

@@ -21,16 +21,23 @@ class Tail:
 
     def read(self, count: int, block_ms: int | None = None) -> list[Entry]:
         """Up to `count` entries after the last one read. block_ms None or 0: do not wait."""
-        reply: Any = self.client.xread({self.stream: self._last}, count=count, block=block_ms or None)
+        return self.took(self.client.xread({self.stream: self._last}, count=count, block=block_ms or None))
+
+    def queue_read(self, pipe: Any, count: int, block_ms: int | None, consumed: Sequence[Entry]) -> None:
+        """The command of `read`, appended to those of the caller; its reply is for `took`.
+
+        consumed: entries to remove, since there is no group that keeps them for others. After the read: a reply to
+        that would come at once, and whoever waits for entries would be told of it."""
+        pipe.xread({self.stream: self._last}, count=count, block=block_ms or None)
+        if consumed:
+            pipe.xdel(self.stream, *[entry.id for entry in consumed])
+
+    def took(self, reply: Any) -> list[Entry]:
+        """The entries of such a reply; the next read goes on after them."""
         entries = to_entries(reply)
         if entries:
             self._last = entries[-1].id
         return entries
-
-    def delete(self, entries: Sequence[Entry]) -> None:
-        """Remove what was consumed: there is no group that keeps it for others."""
-        if entries:
-            self.client.xdel(self.stream, *[entry.id for entry in entries])
 
 
 def newest_entries(client: Client, stream: str, count: int) -> list[Entry]:
