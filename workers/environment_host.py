@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from vla_stream import plugins
-from vla_stream.broker.codec import Piece, pieces, unpack
+from vla_stream.broker.codec import pieces, unpack
 from vla_stream.config import Config, Environment, Simulators
 from vla_stream.environments.chunks import ChunkResult, read_images, reset_checked, run_chunk
 from vla_stream.environments.protocol import Observations, Specification
@@ -35,7 +35,7 @@ from vla_stream.errors import BadMessage, EnvironmentFailed, InputError, RunFail
 from vla_stream.streams.observations import checked_observations
 from vla_stream.streams.specification import specification_from_json
 from workers.environment_process import RESETS, RESULTS, STEPS
-from workers.packets import Packets
+from workers.packets import Packets, Rooms
 from workers.processes import RESTARTS_AT_ONCE, RestartBudget
 
 Reply = tuple[dict[str, np.ndarray], dict[str, Any]]  # arrays and meta of a packet
@@ -185,8 +185,7 @@ class ProcessHost:
             part = slice(child.rows.start, child.rows.stop)
             if wanted[part].any():
                 self._asked.append(index)
-                packet = pieces({name: array[part] for name, array in arrays.items()}, {"operation": operation})
-                child.send(packet, STEPS if self._is_chunk else RESETS)
+                child.send(operation, {name: array[part] for name, array in arrays.items()})
 
     def _replace(self, index: int, cause: str) -> None:
         child = self._children[index]
@@ -274,12 +273,14 @@ class _Child:
             "step_deadline_s": simulators.step_deadline_s,
             "start_deadline_s": simulators.start_deadline_s,
         }
-        passed = [theirs.fileno(), pipe]
-        command = [sys.executable, "-m", "workers.environment_process", *map(str, passed), json.dumps(task)]
+        self._rooms = Rooms()
+        passed = [theirs.fileno(), pipe] + [self._rooms.file] * (self._rooms.file >= 0)
+        handed = map(str, (theirs.fileno(), pipe, self._rooms.file))
+        command = [sys.executable, "-m", "workers.environment_process", *handed, json.dumps(task)]
         self._process = subprocess.Popen(command, pass_fds=passed, stdin=subprocess.DEVNULL)
         theirs.close()
         os.close(pipe)
-        self._packets = Packets(ours)
+        self._packets = Packets(ours, self._rooms)
         self._expect(RESETS)
 
     @property
@@ -293,9 +294,10 @@ class _Child:
     def fileno(self) -> int:
         return self._packets.fileno()
 
-    def send(self, packet: Sequence[Piece], what: bytes) -> None:
-        """what: STEPS or RESETS, the first thing that it has to do."""
-        self._expect(what if self.ready else RESETS)
+    def send(self, operation: str, arrays: dict[str, np.ndarray]) -> None:
+        """A command: `chunk` or `reset`."""
+        self._expect(STEPS if operation == "chunk" and self.ready else RESETS)
+        packet = pieces(arrays, {"operation": operation, "room": self._rooms.offer()})
         # Should it have died, or not read, the next poll says so with the reason.
         with contextlib.suppress(OSError):
             self._packets.send(packet, self._deadlines_s[STEPS])
@@ -322,6 +324,7 @@ class _Child:
 
     def kill(self) -> None:
         self._packets.close()
+        self._rooms.close()
         if self._beginnings >= 0:
             os.close(self._beginnings)
             self._beginnings = -1

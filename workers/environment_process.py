@@ -1,4 +1,6 @@
-"""An environment in a child process, for ProcessHost: `python -m workers.environment_process <socket> <pipe> <task>`.
+"""An environment in a child process, for ProcessHost.
+
+    python -m workers.environment_process <socket> <pipe> <memory file or -1> <task>
 
 It answers packets of broker/codec.py, and ends when the socket closes. It sets the kernel's alarm clock before each
 step and reset: one that hangs writes all threads' tracebacks into the log and ends, even when a C library hangs. A byte
@@ -15,7 +17,8 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -67,8 +70,7 @@ class _Watched:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def _answer(batch: _Watched, packet: memoryview) -> list[Piece]:
-    arrays, meta = unpack(packet)
+def _answer(batch: _Watched, arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> list[Piece]:
     if meta.get("operation") == "reset":
         observations = reset_checked(batch, arrays["mask"], arrays["seeds"])
         return observation_pieces(batch.rendered(observations, after_reset=True))
@@ -85,8 +87,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     faulthandler.register(signal.SIGALRM, all_threads=True, chain=True)  # tell where, then die of it
-    packets, beginnings = Packets(socket.socket(fileno=int(sys.argv[1]))), int(sys.argv[2])
-    task = json.loads(sys.argv[3])
+    packets = Packets(socket.socket(fileno=int(sys.argv[1])))
+    beginnings, memory_file, task = int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])
     try:
         batch = plugins.make_batch(Environment.model_validate(task["environment"]), int(task["rows"]))
     except InputError as exc:
@@ -105,13 +107,14 @@ def main() -> None:
         except (EOFError, OSError):
             break
         assert packet is not None
+        arrays, meta = unpack(packet)
         try:
-            reply = _answer(watched, packet)
+            reply = _answer(watched, arrays, meta)
         except Exception as exc:
             # The environment is someone else's code: whatever it raises is reported, and this process is replaced.
             traceback.print_exc()
             reply = pieces({}, {"error": _cause(exc)})
-        packets.send(reply)
+        packets.send(reply, room=(memory_file, *meta["room"]))
     batch.close()
 
 

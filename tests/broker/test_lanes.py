@@ -249,7 +249,7 @@ def test_f28_a_full_shm_is_a_named_error_and_the_write_can_be_repeated(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(lanes.os, "pwrite", full)
+        patch.setattr(lanes.os, "pwritev", full)
         with pytest.raises(PayloadUnreachable, match=f"{folder}: cannot write 37 bytes .*No space left"):
             lane.write(segment, 1, DATA[1])
     second = lane.write(segment, 1, DATA[1])

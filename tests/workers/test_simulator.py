@@ -481,7 +481,7 @@ def test_f28_with_lane_auto_a_write_that_fails_costs_its_segments_and_the_next_o
     make: Make, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = make(weights=0, broker__inline_below_bytes=100)
-    monkeypatch.setattr(lanes.os, "pwrite", full)
+    monkeypatch.setattr(lanes.os, "pwritev", full)
     run.allow()
     bench.until(lambda: len(bench.requests()) == 2)
     assert lanes_of(bench) == ["redis", "redis"]

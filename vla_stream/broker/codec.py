@@ -7,7 +7,7 @@ checked every size against the bytes that are really there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgpack
@@ -31,6 +31,7 @@ DTYPES |= {name: np.dtype(name) for name in ("<f2", "<f4", "<f8")}
 BOOL = DTYPES["|b1"]
 KINDS = {dtype: name for name, dtype in DTYPES.items()}
 COPIED_BELOW_BYTES = 4096  # a piece of its own costs more than the copy
+PIECES_AT_ONCE = 64  # of one system call
 
 
 def pack(arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any] | None = None) -> bytes:
@@ -64,6 +65,19 @@ def pieces(arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any] | None = No
     filler = bytes(_arrays_start(len(header)) - 4 - len(header))
     first, *others = [*chunks, small]
     return [len(header).to_bytes(4, "little") + header + filler + first, *others]
+
+
+def write_all(packet: Sequence[Piece], write: Callable[[list[memoryview], int], int]) -> int:
+    """All pieces of a packet; returns how many bytes that is. `write(pieces, so far)` says how many it took."""
+    left, done = [memoryview(piece) for piece in packet], 0
+    while left:
+        taken = write(left[:PIECES_AT_ONCE], done)
+        done += taken
+        while left and taken >= len(left[0]):
+            taken -= len(left.pop(0))
+        if taken:
+            left[0] = left[0][taken:]
+    return done
 
 
 def unpack(packet: bytes | memoryview) -> tuple[dict[str, np.ndarray], dict[str, Any]]:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Protocol
 
-from vla_stream.broker.codec import MAX_PACKET_BYTES, Piece, digest_of
+from vla_stream.broker.codec import MAX_PACKET_BYTES, Piece, digest_of, write_all
 from vla_stream.broker.connection import Client
 from vla_stream.errors import BadMessage, PayloadElsewhere, PayloadUnreachable
 
@@ -81,12 +81,7 @@ class ShmLane:
         if descriptor < 0:
             descriptor = self._create(segment)
         try:
-            end = offset
-            for piece in data:
-                left = memoryview(piece)
-                while left:
-                    written = os.pwrite(descriptor, left, end)
-                    left, end = left[written:], end + written
+            end = offset + write_all(data, lambda pieces, done: os.pwritev(descriptor, pieces, offset + done))
         except OSError as exc:
             self._open[segment] = (descriptor, offset)
             raise PayloadUnreachable(f"{self.folder}: cannot write {size} bytes ({exc.strerror})") from exc
