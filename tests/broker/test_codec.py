@@ -278,5 +278,5 @@ def test_f27_arbitrary_fields_are_a_bad_message(raw: dict[bytes, bytes]) -> None
 
 
 def test_the_digest_is_pinned_so_that_releases_understand_one_another() -> None:
-    assert digest_of(b"vla-stream") == "a839f46518c6c14a"
-    assert seal(1, {"id": "x", "n": 8})[b"digest"] == b"ee8aab506dc627a2"
+    assert digest_of(b"vla-stream") == "147e417a41fbdd8a"
+    assert seal(1, {"id": "x", "n": 8})[b"digest"] == b"13c23f81052f2877"

@@ -395,7 +395,7 @@ def test_f28_a_vanished_blob_is_unreachable_and_not_damaged(client: Client, keys
     ],
 )
 def test_f27_a_foreign_reference_is_a_bad_message(reference: str, reader: PayloadReader) -> None:
-    with pytest.raises(BadMessage, match="expected <lane>:<segment>:<place>:<bytes>:<xxh64>"):
+    with pytest.raises(BadMessage, match="expected <lane>:<segment>:<place>:<bytes>:<xxh3>"):
         parse_reference(reference)
     with pytest.raises(BadMessage):
         reader.read(reference)

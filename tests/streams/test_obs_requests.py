@@ -40,7 +40,7 @@ def test_a_request_reads_in_redis_cli_as_documented() -> None:
         b"min_version": b"5",
         b"mode": b"mode",
         b"ref": REFERENCE.encode(),
-        b"schema": b"1",
+        b"schema": b"2",
     }
 
 

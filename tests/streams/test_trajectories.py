@@ -103,7 +103,7 @@ def test_a_trajectory_reads_in_redis_cli_as_documented() -> None:
         b"version": b"5",
         b"episodes": b"2",
         b"success": b"1",
-        b"schema": b"1",
+        b"schema": b"2",
     }
 
 

@@ -50,7 +50,7 @@ def test_a_manifest_reads_in_redis_cli_as_documented() -> None:
         b"weights_digest": digest_of(DATA).encode(),
         b"after": b"0",
         b"after_digest": b"",
-        b"schema": b"2",
+        b"schema": b"3",
     }
 
 

@@ -40,7 +40,8 @@ class OneConnection(redis.ConnectionPool):
             raise redis.ConnectionError(f"another thread has used the connection for {self._wait_s:g} s")
         try:
             self._one = connection = self._one or self.connection_class(**self.connection_kwargs)
-            connection.connect()
+            if not connection.is_connected:
+                connection.connect()
             try:
                 fit = not connection.can_read()  # an answer that nobody took, else (F04)
             except (redis.ConnectionError, redis.TimeoutError, OSError):

@@ -142,7 +142,7 @@ def _count(name: str, shape: tuple[Any, ...]) -> int:
 
 
 def seal(schema: int, fields: Mapping[str, Value]) -> dict[bytes, bytes]:
-    """Entry fields as bytes, with `schema` and an xxh64 `digest` over all other fields and the schema.
+    """Entry fields as bytes, with `schema` and an xxh3 `digest` over all other fields and the schema.
 
     Both names are taken: a field of the same name would vanish under them, so it raises ValueError.
     """
@@ -162,8 +162,8 @@ def unseal(schema: int, raw: Mapping[bytes, bytes]) -> Fields:
         raise BadMessage(
             f"entry has schema {_short(raw.get(b'schema'))}, expected {schema}; all workers need one release"
         )
-    unsigned = {name: value for name, value in raw.items() if name != b"digest"}
-    if raw.get(b"digest") != _digest(unsigned):
+    unsigned = dict(raw)
+    if unsigned.pop(b"digest", None) != _digest(unsigned):
         raise BadMessage("entry's digest does not match its fields; it was damaged or not written by vla-stream")
     return Fields(raw)
 
@@ -203,18 +203,16 @@ class Fields:
 
 
 def digest_of(*data: Piece) -> str:
-    """xxh64 of a payload, or of its pieces, as it stands in references and manifests."""
-    state = xxhash.xxh64()
+    """xxh3 (64 bits) of a payload, or of its pieces, as it stands in references and manifests."""
+    state = xxhash.xxh3_64()
     for piece in data:
         state.update(piece)
     return state.hexdigest()
 
 
 def _digest(raw: Mapping[bytes, bytes]) -> bytes:
-    parts: list[bytes] = []
-    for name in sorted(raw):
-        parts += (b"%d:%s=%d:" % (len(name), name, len(raw[name])), raw[name])
-    return xxhash.xxh64_hexdigest(b"".join(parts)).encode()
+    # In msgpack every name and value has its length before it: no byte can move from one to the next.
+    return xxhash.xxh3_64_hexdigest(msgpack.packb(sorted(raw.items()))).encode()
 
 
 def _value(value: Value) -> bytes:

@@ -9,7 +9,7 @@ The run's folder under /dev/shm is made by its launcher alone, under a random na
 Plain files, not multiprocessing's SharedMemory: on Python 3.11 its tracker deletes segments of others at exit (F29).
 A file whose segment is done with is renamed, and its writer takes it for a later one: to write into pages that exist
 takes a fifth of the time of new ones. So a reader copies before it compares digests, and never maps.
-A reference is `<lane>:<segment>:<place>:<bytes>:<xxh64>`; a reader trusts none of it.
+A reference is `<lane>:<segment>:<place>:<bytes>:<xxh3>`; a reader trusts none of it.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ def parse_reference(reference: str) -> tuple[str, str, int, int, str]:
     """(lane, segment, place, bytes, digest). Raises BadMessage."""
     match = REFERENCE.fullmatch(reference)
     if match is None or SEGMENT.fullmatch(match[2]) is None or int(match[4]) > MAX_PACKET_BYTES:
-        raise BadMessage(f"reference {reference[:80]!r}, expected <lane>:<segment>:<place>:<bytes>:<xxh64>")
+        raise BadMessage(f"reference {reference[:80]!r}, expected <lane>:<segment>:<place>:<bytes>:<xxh3>")
     return match[1], match[2], int(match[3]), int(match[4]), match[5]
 
 

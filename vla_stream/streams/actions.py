@@ -17,7 +17,7 @@ from vla_stream.policies.protocol import Act
 from vla_stream.streams.obs_requests import RequestId
 from vla_stream.streams.observations import MAX_ROWS, describe
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True, slots=True)

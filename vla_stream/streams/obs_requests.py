@@ -14,7 +14,7 @@ from vla_stream.broker.codec import Fields, seal, unseal
 from vla_stream.errors import BadMessage
 from vla_stream.streams.observations import MAX_ROWS
 
-SCHEMA = 1
+SCHEMA = 2
 ID = re.compile(r"([A-Za-z0-9_.-]{1,64})/([0-9a-f]{8})/(\d{1,6})\.(\d{1,6})/(\d{1,18})\.(\d{1,4})/(\d{1,9})", re.ASCII)
 
 

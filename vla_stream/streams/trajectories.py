@@ -17,7 +17,7 @@ from vla_stream.errors import BadMessage
 from vla_stream.learning.segments import Segment
 from vla_stream.streams.observations import MAX_ROWS, describe, unpack_observations
 
-SCHEMA = 1
+SCHEMA = 2
 MAX_STEPS = 100_000
 # Name in the packet -> dtype and shape, in letters: T chunk steps, k rows, H actions per chunk, A action dims.
 ARRAYS = {

@@ -15,7 +15,7 @@ from vla_stream.broker.codec import Fields, digest_of, seal, unseal
 from vla_stream.errors import BadMessage
 from vla_stream.streams import deltas
 
-SCHEMA = 2
+SCHEMA = 3
 CHUNK_BYTES = 2 * 1024 * 1024  # 2 MiB chunks moved 96 MB two to four times faster than one blob (F26)
 ENTRIES_KEPT = 32  # at least config's trainer.weights_base_every: a base and all its deltas
 MAX_BYTES = 1 << 40
@@ -26,7 +26,7 @@ class WeightsManifest:
     """One version of the weights: safetensors bytes, or a delta (deltas.py) to those of an earlier version, in chunks.
 
     version  only grows; update: commits of the lineage it belongs to; epoch: of the trainer that wrote it
-    digest   xxh64 of the full bytes, also where the chunks are a delta; chunk_digests: of each chunk
+    digest   xxh3 of the full bytes, also where the chunks are a delta; chunk_digests: of each chunk
     after    the version that the delta is to be applied to, and its digest; 0 and none where the chunks are full
 
     Example, as redis-cli shows it: version 12 · update 11 · epoch 1 · bytes 52230 · chunks 1 · after 11 ·
