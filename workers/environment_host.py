@@ -34,7 +34,7 @@ from vla_stream.environments.protocol import Observations, Specification
 from vla_stream.errors import BadMessage, EnvironmentFailed, InputError, RunFailed
 from vla_stream.streams.observations import checked_observations
 from vla_stream.streams.specification import specification_from_json
-from workers.environment_process import RESETS, RESULTS, STEPS
+from workers.environment_process import MARGIN, RESETS, RESULTS, STEPS
 from workers.packets import Packets, Rooms
 from workers.processes import RESTARTS_AT_ONCE, RestartBudget
 
@@ -344,7 +344,7 @@ class _Child:
                 self._expect(STEPS if begun.endswith(STEPS) else RESETS)
         if moved:
             self._expect(STEPS)
-        if time.monotonic() > self._due_s + GRACE_S:
+        if time.monotonic() > self._due_s + MARGIN * self._allowed_s + GRACE_S:
             raise EnvironmentFailed(
                 f"no sign of life for {self._allowed_s:g} s, it hangs; see simulators.step_deadline_s"
             )

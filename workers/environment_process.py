@@ -2,9 +2,9 @@
 
     python -m workers.environment_process <socket> <pipe> <memory file or -1> <task>
 
-It answers packets of broker/codec.py, and ends when the socket closes. It sets the kernel's alarm clock before each
-step and reset: one that hangs writes all threads' tracebacks into the log and ends, even when a C library hangs. A byte
-into the pipe says which of them begins, for a parent that watches whether this process moves at all.
+It answers packets of broker/codec.py, and ends when the socket closes. It sets the kernel's alarm clock for its steps
+and resets: one that hangs writes all threads' tracebacks into the log and ends, even when a C library hangs. A byte
+into the pipe says what begins, for a parent that watches whether this process moves at all.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import os
 import signal
 import socket
 import sys
+import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ from workers.packets import Packets
 # What a chunk's answer holds beside the observations, which are those of the rows and then those of `final_rows`.
 RESULTS = ("final_rows", "executed", "rewards", "terminated", "truncated", "success")
 STEPS, RESETS = b"s", b"r"  # what begins; it takes as long as simulators.step_deadline_s, start_deadline_s allow
+MARGIN = 0.05  # of a deadline
 
 
 class _Watched:
@@ -44,40 +46,48 @@ class _Watched:
     def __init__(self, batch: EnvironmentBatch, deadlines_s: dict[bytes, float], beginnings: int) -> None:
         self.specification = batch.specification
         self._batch, self._deadlines_s, self._beginnings = batch, deadlines_s, beginnings
+        self._told, self._told_s = b"", 0.0
 
     def reset(self, mask: np.ndarray, seeds: np.ndarray) -> Observations:
-        with self._alarm(RESETS):
-            return self._batch.reset(mask, seeds)
+        self._alarm(RESETS)
+        return self._batch.reset(mask, seeds)
 
     def step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
-        with self._alarm(STEPS):
-            return self._batch.step(actions, active)
+        self._alarm(STEPS)
+        return self._batch.step(actions, active)
 
     def rendered(self, observations: Observations, *, after_reset: bool = False) -> Observations:
         """Images may be rendered only now, and renderers are what hangs most (F40)."""
-        with self._alarm(RESETS if after_reset else STEPS):
-            return read_images(observations, self.specification)
+        self._alarm(RESETS if after_reset else STEPS)
+        return read_images(observations, self.specification)
 
-    @contextlib.contextmanager
-    def _alarm(self, what: bytes) -> Iterator[None]:
-        """SIGALRM ends this process when the body takes longer."""
+    def _alarm(self, what: bytes) -> None:
+        """From now on, SIGALRM ends this process after the deadline for `what`, unless something else begins before.
+
+        Steps that take microseconds are not told one by one: the alarm may come later by MARGIN, never earlier."""
+        now_s, deadline_s = time.monotonic(), self._deadlines_s[what]
+        if what == self._told and now_s < self._told_s + MARGIN * deadline_s:
+            return
+        self._told, self._told_s = what, now_s
         with contextlib.suppress(OSError):  # full, when the parent does not look: it knows enough then
             os.write(self._beginnings, what)
-        signal.setitimer(signal.ITIMER_REAL, self._deadlines_s[what])
-        try:
-            yield
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_REAL, (1 + MARGIN) * deadline_s)
+
+    def rest(self) -> None:
+        """Nothing is to be done: no alarm."""
+        self._told = b""
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _answer(batch: _Watched, arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> list[Piece]:
     if meta.get("operation") == "reset":
-        observations = reset_checked(batch, arrays["mask"], arrays["seeds"])
-        return observation_pieces(batch.rendered(observations, after_reset=True))
+        seen = batch.rendered(reset_checked(batch, arrays["mask"], arrays["seeds"]), after_reset=True)
+        batch.rest()
+        return observation_pieces(seen)
     chunk = run_chunk(batch, arrays["actions"], arrays["active"], arrays["reset_rows"], arrays["reset_seeds"])
-    seen = batch.rendered(chunk.observations)
-    if chunk.final is not None:
-        seen = Observations.concatenate([seen, batch.rendered(chunk.final)])
+    parts = [batch.rendered(part) for part in (chunk.observations, chunk.final) if part is not None]
+    batch.rest()
+    seen = Observations.concatenate(parts) if len(parts) > 1 else parts[0]
     return observation_pieces(seen, **{name: getattr(chunk, name) for name in RESULTS})
 
 
@@ -112,6 +122,7 @@ def main() -> None:
             reply = _answer(watched, arrays, meta)
         except Exception as exc:
             # The environment is someone else's code: whatever it raises is reported, and this process is replaced.
+            watched.rest()
             traceback.print_exc()
             reply = pieces({}, {"error": _cause(exc)})
         packets.send(reply, room=(memory_file, *meta["room"]))

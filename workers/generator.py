@@ -205,6 +205,13 @@ class Stages:
         self._moved.set()
         return answers
 
+    def pass_on(self, answers: Answers) -> None:
+        """While nothing waits for the device, its own thread sends the answers: no other has to wake up for them."""
+        if self.batches.empty():
+            self.generator.worker.patiently(lambda: self.generator.answer(answers))
+        else:
+            self.hand_over(answers)
+
     def hand_over(self, answers: Answers) -> None:
         while self.error is None:
             try:
@@ -312,7 +319,7 @@ def serve(worker: Worker, config: Config) -> None:
         with worker.meter.busy("waiting"):
             batch = stages.next_batch(patience_s=0.25)
         if batch is not None:
-            stages.hand_over(stages.infer(batch))
+            stages.pass_on(stages.infer(batch))
         elif worker.leaving:
             leave_at_s = leave_at_s or time.monotonic() + config.flow.drain_deadline_s
             if stages.empty or time.monotonic() > leave_at_s:

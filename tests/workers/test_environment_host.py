@@ -21,6 +21,7 @@ from live_run import Run, sockets_of
 from vla_stream.config import Config
 from vla_stream.environments.protocol import Observations
 from vla_stream.errors import InputError, RunFailed
+from workers import packets
 from workers.environment_host import Host, LocalHost, Outcome, ProcessHost
 from workers.processes import RestartBudget
 
@@ -170,8 +171,11 @@ def test_f40_an_environment_that_hangs_is_replaced_in_time_and_fails_its_own_row
 
 
 @pytest.mark.parametrize("when", ["before it reads", "while it sends"])
-def test_f40_a_process_that_is_stopped_holds_nobody_up_for_longer_than_one_that_hangs(make: Make, when: str) -> None:
+def test_f40_a_process_that_is_stopped_holds_nobody_up_for_longer_than_one_that_hangs(
+    make: Make, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No alarm ends it then, and what it reads and sends is more than a socket holds."""
+    monkeypatch.setattr(packets, "MOST_ROOMS", 0)
     deadline_s = 0.4
     host = make("fakes:LinePairs", image_size=512, step_deadline_s=deadline_s, start_deadline_s=60.0)
     reset(host)
