@@ -157,7 +157,7 @@ class Simulator:
             slot = asked.slot
             self.meter.mean("reply_ms", (time.monotonic() - asked.since_s) * 1000)
             if reply.act is not None:
-                self.meter.mean("value", float(reply.act.values.mean()))
+                self.meter.mean("value", float(reply.act.values.sum()) / slot.k)
             try:
                 if reply.act is None:
                     raise EnvironmentFailed(f"generator answered with an error: {reply.error}")
@@ -247,10 +247,11 @@ class Simulator:
     def _after_chunk(self, batch: _Batch, outcome: Outcome) -> None:
         assert outcome.chunk is not None
         for slot in [slot for slot in batch.slots if slot.state is State.STEPPING]:
-            part = slot_part(outcome.chunk, slot.rows)
-            slot.advance(part)
-            self.meter.count("env_steps", int(part.executed.sum()))
-            self.meter.count("chunk_steps", int(part.executed.any(axis=1).sum()))
+            slot.advance(slot_part(outcome.chunk, slot.rows))
+        # Rows of slots that were aborted meanwhile have made theirs, too.
+        per_row = outcome.chunk.executed.sum(axis=1)
+        self.meter.count("env_steps", int(per_row.sum()))
+        self.meter.count("chunk_steps", int(np.count_nonzero(per_row)))
         self._ask(
             [(s, s.last_observations) for s in batch.slots if s.state is State.WANTING and not s.resets_due().any()]
         )

@@ -95,26 +95,44 @@ def all_rows() -> list[Row]:
     ):
         over = _overlay(1, batches, 3, generators, step_ms=10, batch_ms=2, row_ms=0.5)
         rows.append(Row(BATCHING, name, over, "" if batches == 16 else "≥ .95"))
-    over = _overlay(8, 4, 3, {"count": 4, "max_batch_size": 6, "max_wait_ms": 0.0})
-    over["environment"]["max_steps"], over["simulators"]["segment"]["steps"] = 80, 16
-    return [*rows, Row(FREE, "8 simulators, 4 generators", over, "≥ 2,000")]
+    for name, batches, slots, rows_at_once, asked in (
+        ("8 × 4 batches of a slot, 6 rows at once", 4, 1, 6, ""),
+        ("8 × 1 batch of 8 slots, 24 rows at once", 1, 8, 24, "≥ 2,000"),
+    ):
+        generators = {"count": 4, "max_batch_size": rows_at_once, "max_wait_ms": 0.0}
+        over = _overlay(8, batches, 3, generators, slots=slots)
+        over["environment"]["max_steps"], over["simulators"]["segment"]["steps"] = 80, 16
+        rows.append(Row(FREE, name, over, asked))
+    return rows
 
 
 def _overlay(
-    simulators: int, batches: int, rows: int, generators: Mapping[str, Any], step_ms: float = 0.0, **policy: float
+    simulators: int,
+    batches: int,
+    rows: int,
+    generators: Mapping[str, Any],
+    step_ms: float = 0.0,
+    slots: int = 1,
+    **policy: float,
 ) -> dict[str, Any]:
-    """Episodes and segments of two chunk steps of five steps; each slot a batch of its own."""
-    slots, free = simulators * batches, dict.fromkeys(("batch_ms", "row_ms"), 0.0)
+    """Episodes and segments of two chunk steps of five steps; `slots` in each batch, of so many rows."""
+    slots_in_all, free = simulators * batches * slots, dict.fromkeys(("batch_ms", "row_ms"), 0.0)
     return {
         "environment": {
             "max_steps": 10,
             "options": {"image_size": 224, "step_ms": step_ms, "reset_ms": step_ms, "stragglers": 0},
         },
         "policy": {"chunk": 5, "options": {"devices": ["0", "1", "2", "3"], "weights_mb": 0.0, **free, **policy}},
-        "simulators": {"count": simulators, "env_batches": batches, "envs_per_slot": rows, "segment": {"steps": 2}},
+        "simulators": {
+            "count": simulators,
+            "env_batches": batches,
+            "slots": slots,
+            "envs_per_slot": rows,
+            "segment": {"steps": 2},
+        },
         "generators": {"padded_sizes": list(range(rows, generators["max_batch_size"], rows)), **generators},
         # With twice as many permits as this no slot ever waits for one.
-        "trainer": {"segments_per_update": 2 * slots},
+        "trainer": {"segments_per_update": 2 * slots_in_all},
     }
 
 
