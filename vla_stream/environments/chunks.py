@@ -106,6 +106,21 @@ def check_result(result: StepResult, specification: Specification, rows: int) ->
     check_observations(result.observations, specification, rows)
 
 
+def check_actions(subject: str, actions: np.ndarray, active: np.ndarray, rows: int, dims: int) -> None:
+    """Raises EnvironmentFailed for actions of another shape or dtype than f32[rows, dims], or not finite where active.
+
+    subject: the environment's name."""
+    if actions.shape != (rows, dims) or actions.dtype != np.float32:
+        raise EnvironmentFailed(
+            f"{subject}: got actions {actions.dtype}{list(actions.shape)}, expected float32[{rows}, {dims}]"
+        )
+    if active.shape != (rows,) or active.dtype != np.bool_:
+        raise EnvironmentFailed(f"{subject}: got active {active.dtype}{list(active.shape)}, expected bool[{rows}]")
+    wrong = np.flatnonzero(active & ~np.isfinite(actions).all(axis=1))
+    if len(wrong):
+        raise EnvironmentFailed(f"{subject}: got action {actions[wrong[0]]} in row {wrong[0]}, expected finite ones")
+
+
 def check_observations(observations: Observations, specification: Specification, rows: int) -> None:
     """Raises EnvironmentFailed. Images are left to `read_images`: reading them here could render them."""
     state = observations.state

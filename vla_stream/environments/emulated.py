@@ -21,6 +21,7 @@ from pydantic import Field
 
 from vla_stream.config import Section
 from vla_stream.emulation import Claim, Devices
+from vla_stream.environments.chunks import check_actions
 from vla_stream.environments.protocol import Observations, Specification, StepResult
 from vla_stream.errors import EnvironmentFailed, InputError
 
@@ -92,7 +93,8 @@ class Emulated:
         return self._observations()
 
     def step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
-        """See the protocol. Raises EnvironmentFailed for a row that ended and was not reset."""
+        """See the protocol. Raises EnvironmentFailed for a bad action, or a row that ended and was not reset."""
+        check_actions("emulated", actions, active, self.rows, self.specification.action_dims)
         index = np.flatnonzero(active)
         if (self._steps[index] >= self.max_steps).any():
             raise EnvironmentFailed("emulated: step of a row that is not running; reset it first")

@@ -18,6 +18,7 @@ import numpy as np
 from pydantic import Field, field_validator
 
 from vla_stream.config import Section
+from vla_stream.environments.chunks import check_actions
 from vla_stream.environments.protocol import Observations, Specification, StepResult
 from vla_stream.errors import EnvironmentFailed
 
@@ -177,7 +178,7 @@ class Tabletop:
 
     def step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
         """See the protocol. Raises EnvironmentFailed for actions of another shape or dtype, or not finite."""
-        self._check(actions, active)
+        check_actions("tabletop", actions, active, self.rows, ACTION_DIMS)
         if self._delay.mean > 0 and self._delay_random is not None:
             time.sleep(self._delay.draw_ms(self._delay_random) / 1000)
         reward = np.zeros(self.rows, dtype=np.float32)
@@ -258,20 +259,6 @@ class Tabletop:
         colours = list(COLOURS)
         instruction = [f"touch the {colours[target]} cube, nothing else" for target in self._targets]
         return _TabletopObservations(_LazyImages(list(self._scenes)), state, instruction)
-
-    def _check(self, actions: np.ndarray, active: np.ndarray) -> None:
-        expected = (self.rows, ACTION_DIMS)
-        if actions.shape != expected or actions.dtype != np.float32:
-            raise EnvironmentFailed(
-                f"tabletop: got actions {actions.dtype}{list(actions.shape)}, expected float32{list(expected)}"
-            )
-        if active.shape != (self.rows,) or active.dtype != np.bool_:
-            raise EnvironmentFailed(
-                f"tabletop: got active {active.dtype}{list(active.shape)}, expected bool[{self.rows}]"
-            )
-        wrong = np.flatnonzero(active & ~np.isfinite(actions).all(axis=1))
-        if len(wrong):
-            raise EnvironmentFailed(f"tabletop: got action {actions[wrong[0]]} in row {wrong[0]}, expected finite ones")
 
     def _tip(self, data: Any) -> np.ndarray:
         position: np.ndarray = data.qpos[:3]

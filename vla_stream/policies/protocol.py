@@ -1,7 +1,9 @@
 """What a VLA must offer to generators and trainers. Shape suffixes: see environments/protocol.py.
 
 A policy class is a `torch.nn.Module` with the attribute `Options` (a pydantic model, importable without torch) and is
-made as `Class(Options(...), specification, chunk)`. Its `state_dict()` is what is published and checkpointed.
+made as `Class(Options(...), specification, chunk)`. Its `state_dict()` is what is published and checkpointed. An
+option named `checkpoint` is a file or folder that the policy starts from; `run` has the options looked at before any
+worker starts where it is set. policies/conformance.py tests all that is said here.
 This file imports torch for its annotations only, so that reading a config never pays for torch.
 """
 
@@ -88,6 +90,14 @@ class NormalisedPolicy(Protocol):
 
     def set_state_statistics(self, mean: np.ndarray, std: np.ndarray) -> None:
         """Mean f32[S] and standard deviation f32[S] of the demonstrations' state."""
+
+
+@runtime_checkable
+class LowPrecision(Protocol):
+    """Optional: a policy that may compute in less than float32. Its act and evaluate then agree only about so well."""
+
+    @property
+    def low_precision(self) -> bool: ...
 
 
 def row_noise(noise_keys: np.ndarray, size: int) -> np.ndarray:
