@@ -12,6 +12,7 @@ import numpy as np
 from pydantic import Field
 
 from vla_stream.config import Section
+from vla_stream.environments.chunks import check_actions
 from vla_stream.environments.protocol import Observations, Specification, StepResult
 
 S, A = 3, 2
@@ -61,6 +62,7 @@ class Line:
 
     def step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
         self.calls.append(("step", np.flatnonzero(active).tolist()))
+        check_actions("line", actions, active, self.rows, A)
         if self.options.step_s:
             time.sleep(self.options.step_s)
         self.position[active] += 0.25 * np.clip(actions[active, 0], -1, 1)

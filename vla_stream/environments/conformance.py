@@ -202,10 +202,9 @@ def no_shared_buffers(maker: _Maker) -> None:
     """What was returned does not change later, and writing into it changes nothing."""
     with maker.batch() as batch:
         seeds = _seeds(batch)
-        kept = [_plain(batch, observations) for observations in _raw_play(batch, seeds)]
-        copies = [_detached(observations) for observations in kept]
+        kept = [(plain, _detached(plain)) for plain in (_plain(batch, seen) for seen in _raw_play(batch, seeds))]
         expected = _play(batch, seeds)
-        for observations, copy in zip(kept, copies, strict=True):
+        for observations, copy in kept:
             difference = _difference(observations, copy)
             if difference:
                 raise NotConforming(f"an observation changed after it was returned ({difference}); return copies")
