@@ -80,6 +80,17 @@ def test_later_files_win_key_by_key(write: Any) -> None:
     assert (config.environment.max_steps, config.environment.name) == (20, "tabletop")
 
 
+def test_another_policy_or_environment_comes_without_the_options_of_the_one_before(write: Any) -> None:
+    first = write(YAML + "policy: {name: tiny, chunk: 4, options: {words: 6, min_std: 0.1}}\n")
+    second = write("policy: {name: pi0, options: {train: lora}}\n", "second.yaml")
+    assert load([first, second]).policy.options == {"train": "lora"}
+    assert load([first, second]).policy.chunk == 4
+    assert load([first], ["policy.options.words=8"]).policy.options == {"words": 8, "min_std": 0.1}
+    same = write("policy: {name: tiny, options: {words: 9}}\n", "third.yaml")
+    assert load([first, same]).policy.options == {"words": 9, "min_std": 0.1}
+    assert load([first], ["environment.name=gymnasium"]).environment.options == {}
+
+
 def test_set_wins_over_files_and_the_last_set_over_the_first(write: Any) -> None:
     path = write(YAML + "updates: 5\n")
     config = load([path], ["updates=6", "trainer.epochs=2", "updates=7", "broker.lane=redis"])

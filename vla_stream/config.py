@@ -464,6 +464,8 @@ def _parse_override(text: str) -> dict[str, Any]:
 def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
     for key, value in new.items():
         if isinstance(value, Mapping) and isinstance(into.get(key), dict):
+            if into[key].get("name") != value.get("name", into[key].get("name")):
+                into[key].pop("options", None)  # they are those of another environment or policy
             _merge(into[key], value)
         else:
             into[key] = value

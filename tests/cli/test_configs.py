@@ -26,9 +26,15 @@ def checked(*paths: Path, overrides: tuple[str, ...] = ()) -> str:
     return done.output
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_config_is_valid(path: Path) -> None:
+POLICIES = [CONFIGS / "pi0.yaml"]  # these go on top of an environment's
+
+
+@pytest.mark.parametrize("path", sorted({*CONFIGS.glob("*.yaml")} - {*POLICIES}), ids=lambda path: path.stem)
+def test_every_config_is_valid_alone_and_under_every_policy(path: Path) -> None:
     assert checked(path).endswith("the config is valid\n")
+    for policy in POLICIES:
+        said = checked(path, policy)
+        assert f"name: {policy.stem}\n" in said and said.endswith("the config is valid\n")
 
 
 @pytest.mark.parametrize("name", ["libero-pi05", "libero-groot", "metaworld", "robocasa", "maniskill"])

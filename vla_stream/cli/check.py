@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,26 +17,92 @@ if TYPE_CHECKING:
 
 @click.command()
 @config_options
-def check(configs: tuple[Path, ...], overrides: tuple[str, ...]) -> None:
+@click.option(
+    "--conformance/--no-conformance",
+    default=None,
+    help="Make the environment and the policy, and try whether they keep the protocols. Default: only a module:Class.",
+)
+def check(configs: tuple[Path, ...], overrides: tuple[str, ...], conformance: bool | None) -> None:
     """Validate the files CONFIG... (composed left to right) and print the resolved config, with notes.
 
-    Also loads the environment's and the policy's class, checks their options, and looks for the files they name.
+    Also loads the environment's and the policy's class, checks their options, looks for the files they name, and tries
+    out classes of one's own.
     """
     import yaml
 
     from vla_stream import config as settings
-    from vla_stream import plugins
 
     config = settings.load(configs, overrides)
     check_classes(config)
     check_files(config)
-    policy = plugins.load_class(plugins.POLICIES, config.policy.name)
-    plugins.parse_options(policy, config.policy.options, "policy.options")
+    check_policy_options(config)
     click.echo(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True), nl=False)
     click.echo(f"\n{summary(config)}")
     for note in settings.notes(config):
         click.echo(f"note: {note}")
+    names = config.environment.name, config.policy.name
+    if conformance or (conformance is None and any(":" in name for name in names)):
+        try_out(config, everything=conformance is True)
     click.echo("the config is valid")
+
+
+def try_out(config: Config, *, everything: bool) -> None:
+    """Whether the environment and the policy keep their protocols, in words; of those that the project brings, too,
+    with `everything`. Raises InputError, one line per problem."""
+    import torch
+
+    from vla_stream import plugins
+    from vla_stream.environments.conformance import Report, check_environment
+    from vla_stream.environments.protocol import EnvironmentBatch
+    from vla_stream.policies.conformance import check_policy
+    from vla_stream.policies.protocol import Policy
+    from workers.models import torch_device
+
+    torch.set_num_threads(1)
+    environment, problems = config.environment, list[str]()
+    cls = plugins.load_class(plugins.ENVIRONMENTS, environment.name)
+    options = plugins.parse_options(cls, environment.options, "environment.options")
+
+    def tell(name: str, report: Report) -> None:
+        problems.extend(f"{name}: {check}: {problem}" for check, problem in report.problems.items())
+        for note in report.notes:
+            click.echo(f"{name}: {note}")
+        if not report.problems:
+            click.echo(f"{name}: keeps the protocol")
+
+    def make_batch(rows: int, max_steps: int) -> EnvironmentBatch:
+        batch: EnvironmentBatch = cls(rows, max_steps, options)
+        return batch
+
+    if everything or ":" in environment.name:
+        tell(
+            f"environment {environment.name}",
+            check_environment(make_batch, cls.rows_per_process, environment.max_steps),
+        )
+    if everything or ":" in config.policy.name:
+        with contextlib.closing(make_batch(1, environment.max_steps)) as batch:
+            specification = batch.specification
+        device = torch_device(config.generators.device)
+        made = plugins.load_class(plugins.POLICIES, config.policy.name)
+        parsed = plugins.parse_options(made, config.policy.options, "policy.options")
+
+        def make_policy() -> Policy:
+            policy: Policy = made(parsed, specification, config.policy.chunk)
+            if isinstance(policy, torch.nn.Module):
+                policy.to(device)
+            return policy
+
+        tell(f"policy {config.policy.name}", check_policy(make_policy, specification, config.policy.chunk))
+    if problems:
+        raise InputError("\n".join(problems))
+
+
+def check_policy_options(config: Config) -> None:
+    """The policy's class and options, whatever that imports. Raises InputError."""
+    from vla_stream import plugins
+
+    policy = plugins.load_class(plugins.POLICIES, config.policy.name)
+    plugins.parse_options(policy, config.policy.options, "policy.options")
 
 
 def check_classes(config: Config) -> None:
@@ -52,7 +119,9 @@ def check_classes(config: Config) -> None:
 
 
 def check_files(config: Config) -> None:
-    """What a run starts from must be there. Raises InputError."""
+    """What a run starts from must be there, and whole. Raises InputError."""
+    if config.policy.options.get("checkpoint") is not None:
+        check_policy_options(config)  # pays for torch; without such a file its workers are early enough
     start = config.policy.init_from
     if start is not None and not start.is_dir():
         raise InputError(
