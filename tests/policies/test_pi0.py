@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from vla_stream.environments.protocol import Observations, Specification
 from vla_stream.errors import InputError
@@ -21,6 +22,8 @@ from vla_stream.policies.protocol import GroundedPolicy, NormalisedPolicy, Polic
 
 ROBOT = Specification({"front": (48, 48), "wrist": (24, 40)}, state_dims=8, action_dims=3)
 CHUNK = 4
+
+pytestmark = pytest.mark.timeout(180)  # transformers takes long to import where the disk or the machine is busy
 
 
 @pytest.fixture(autouse=True)
@@ -470,6 +473,28 @@ def test_a_checkpoint_is_the_network_that_was_saved_with_its_statistics(saved: t
     np.testing.assert_allclose(policy.act(observations, None).actions, expected, atol=1e-4)
 
 
+def test_weights_may_have_the_names_that_lerobot_gives_them(saved: tuple[Path, Pi0]) -> None:
+    folder, original = saved
+
+    def renamed(name: str) -> str:
+        for ours, theirs in (
+            ("model.dit.embed_tokens.", "paligemma_with_expert.gemma_expert.lm_head."),
+            ("model.dit.", "paligemma_with_expert.gemma_expert.model."),
+            ("model.vlm.language_model.embed_tokens.", "paligemma_with_expert.paligemma.lm_head."),
+            ("model.vlm.", "paligemma_with_expert.paligemma.model."),
+            ("embed_action_time.", ""),
+        ):
+            if name.startswith(ours):
+                return "model." + theirs + name.removeprefix(ours)
+        return "model." + name
+
+    state = {renamed(name): tensor.contiguous() for name, tensor in original.network.state_dict().items()}
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    policy = make(checkpoint=str(folder))
+    for name, tensor in original.network.state_dict().items():
+        assert torch.equal(policy.network.state_dict()[name], tensor), name
+
+
 def test_weights_saved_in_bfloat16_are_trained_in_float32(saved: tuple[Path, Pi0]) -> None:
     folder, original = saved
     original.network.bfloat16().save_pretrained(folder)
@@ -565,8 +590,6 @@ def test_a_camera_that_is_not_there_and_a_range_the_wrong_way_round_are_told_in_
 
 
 def test_weights_that_a_file_lacks_are_told_in_one_line(saved: tuple[Path, Pi0]) -> None:
-    from safetensors.torch import load_file, save_file
-
     folder, _ = saved
     file = folder / "model.safetensors"
     state = load_file(file)

@@ -23,6 +23,8 @@ TABLE = Specification({"front": (48, 48)}, state_dims=8, action_dims=3)
 TWO_CAMERAS = Specification({"base": (64, 64), "hand": (17, 30)}, state_dims=11, action_dims=7)
 CHUNK = 4
 
+pytestmark = pytest.mark.timeout(180)  # transformers takes long to import where the disk or the machine is busy
+
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
