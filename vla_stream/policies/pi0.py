@@ -4,17 +4,16 @@
     words ───────────┴ PaliGemma ─ keys and values, once per observation ┐
     state, x at time t ─ action expert ──────────────────────────────────┴ velocity ─ x at t − δ, K times
 
-The network is transformers' PI0ForConditionalGeneration. With `checkpoint` it and the statistics come from a folder
-(see pretrained.py), without one it is a random network of 160 k parameters, the same each time, for tests. The noise
-whose density is the log-prob is that of flow_matching.py: with `noise: sde` one step, drawn per row, is random; with
-`noise: learned` every step is, and a head of its own tells how much.
+The network is transformers' PI0ForConditionalGeneration (see pi0_network.py). With `checkpoint` it and the statistics
+come from a folder (see pretrained.py), without one it is a random network of 160 k parameters, the same each time, for
+tests. The noise whose density is the log-prob is that of flow_matching.py: with `noise: sde` one step, drawn per row,
+is random; with `noise: learned` every step is, and a head of its own tells how much.
 
 A log-prob is that of the executed actions and real dims in the network's units, where actions are normalised: in the
 environment's units it would differ by a constant. The value is read from the action expert's output (mean over executed
 actions and denoising steps), whose gradient ends there.
 
-What is not trained does not travel (see partly_trained.py). Among it are always the eight tensors that no gradient can
-reach: keys and values are all that the action expert sees of the language model's last layer.
+What is not trained does not travel (see partly_trained.py).
 
 # B rows, N prefix tokens, K denoising steps, R random ones of these, C actions of the network, H executed, D padded
 # action dims, A real ones, W width of the action expert
@@ -29,7 +28,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -37,17 +36,14 @@ from vla_stream.config import PlainPath, Section
 from vla_stream.environments.protocol import Observations, Specification
 from vla_stream.errors import InputError
 from vla_stream.policies import flow_matching as flow
-from vla_stream.policies import pretrained
+from vla_stream.policies import pi0_network, pretrained
 from vla_stream.policies.partly_trained import PartlyTrained
 from vla_stream.policies.protocol import Act, Evaluation, row_noise
 from vla_stream.policies.recompute import recompute
 from vla_stream.policies.vlm_inputs import Prompts, chosen_cameras, fit_images
 
-_ARCHITECTURE = "pi0"
-_TINY_SEED = 0
 _LABEL_TIMES = (1.5, 1.0)  # of the Beta distribution that imitation draws its times from, and …
 _LABEL_SCALE, _LABEL_OFFSET = 0.999, 0.001  # … how they are mapped: both are π0's
-_SPECIAL = ("<pad>", "<eos>", "<bos>")  # 0, 1, 2, as in Gemma
 
 
 class Pi0(PartlyTrained):
@@ -69,7 +65,7 @@ class Pi0(PartlyTrained):
             description="Cameras to look at, in the checkpoint's order. Default: all, in the environment's.",
         )
         words: int = Field(default=48, ge=2, description="Tokens of an instruction that are read.")
-        train: Literal["all", "expert", "lora"] = Field(
+        train: pi0_network.Trained = Field(
             default="expert",
             description="expert: not the vision-language model; lora: adapters in both, and the heads.",
         )
@@ -98,12 +94,12 @@ class Pi0(PartlyTrained):
         @classmethod
         def _whole(cls, folder: Path | None) -> Path | None:
             if folder is not None:
-                pretrained.check_folder(folder, _ARCHITECTURE)
+                pretrained.check_folder(folder, pi0_network.ARCHITECTURE)
             return folder
 
         @field_validator("statistics")
         @classmethod
-        def _readable(cls, file: Path | None, info: Any) -> Path | None:
+        def _readable(cls, file: Path | None, info: ValidationInfo) -> Path | None:
             folder = info.data.get("checkpoint")
             found = file or (folder / pretrained.PROCESSOR if folder else None)
             if found is not None:
@@ -122,7 +118,9 @@ class Pi0(PartlyTrained):
         super().__init__()
         self._options, self._specification, self._chunk = options, specification, chunk
         self._cameras = chosen_cameras(options.cameras, specification)
-        self.network, tokenizer = _pretrained(options.checkpoint) if options.checkpoint else _tiny(chunk)
+        self.network, tokenizer = (
+            pi0_network.load(options.checkpoint) if options.checkpoint else pi0_network.tiny(chunk)
+        )
         self._config = self.network.config
         _check_fit(self._config, specification, chunk)
         vision = self._config.vlm_config.vision_config
@@ -131,9 +129,10 @@ class Pi0(PartlyTrained):
         text = self._config.vlm_config.text_config
         first = [self._config.vlm_config.image_token_id] * image_tokens + [text.bos_token_id]
         self._prompts = Prompts(tokenizer, first, options.words, text.pad_token_id)
-        _choose_trained(self.network, options)
+        pi0_network.choose_trained(self.network, options.train, options.lora_rank)
         width = self._config.dit_config.hidden_size
         self.value_head = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, 1))
+        self._delta = 1 / options.denoising_steps
         self._all_random = options.noise == "learned"
         if self._all_random:
             self.noise_head = nn.Linear(width, self._config.max_action_dim)
@@ -142,7 +141,7 @@ class Pi0(PartlyTrained):
         self._set_statistics(specification)
         self.close_base()
         if options.gradient_checkpointing:
-            for layer in _layers(self.network):
+            for layer in pi0_network.layers(self.network):
                 recompute(layer)
         if options.compile:
             for part in (self.network.model.vlm, self.network.model.dit):
@@ -162,14 +161,13 @@ class Pi0(PartlyTrained):
         with torch.inference_mode():
             first, noise, random_steps = self._draw(noise_keys, len(observations))
             prefix = self._prefix(observations)
-            times, delta = self._times()
             x, chain, outputs = first, [first], []
             logprobs = torch.zeros_like(first)
-            for step, t in enumerate(times):
+            for step, t in enumerate(self._times()):
                 output, velocity = self._expert(prefix, x, t.expand(len(x)))
                 mean, std = self._transition(x, velocity, output, t.expand(len(x)))
                 random = (random_steps == step).any(1)[:, None, None]
-                ode = flow.ode_step(x, velocity, delta)
+                ode = flow.ode_step(x, velocity, self._delta)
                 if noise_keys is None:
                     x = ode
                 else:
@@ -191,7 +189,7 @@ class Pi0(PartlyTrained):
         chain, random_steps = self._tensor(extras["chain"]), torch.from_numpy(extras["random_steps"])
         random_steps = random_steps.to(chain.device)
         prefix = self._prefix(observations)
-        times, _ = self._times()
+        times = self._times()
         rows = torch.arange(len(chain), device=chain.device)
         logprobs = entropy = torch.zeros_like(self._executed(chain[:, 0]))
         outputs = []
@@ -277,12 +275,11 @@ class Pi0(PartlyTrained):
 
     def _transition(self, x: Tensor, velocity: Tensor, output: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of x [B, C, D] after a random step at times t [B]."""
-        _, delta = self._times()
         if self._all_random:
             low, high = self.log_std_range.to(x.dtype)
             std = torch.exp(low + (high - low) * torch.sigmoid(self.noise_head(output)))
-            return flow.ode_step(x, velocity, delta), std * self._options.temperature
-        mean, std = flow.sde_step(x, velocity, t[:, None, None], delta, self._options.noise_level)
+            return flow.ode_step(x, velocity, self._delta), std * self._options.temperature
+        mean, std = flow.sde_step(x, velocity, t[:, None, None], self._delta, self._options.noise_level)
         return mean, std * self._options.temperature
 
     def _values(self, outputs: list[Tensor]) -> Tensor:
@@ -306,10 +303,9 @@ class Pi0(PartlyTrained):
         first = noise[:, 0] if noise_keys is not None else noise[:, 0] * self._options.evaluation_temperature
         return first, noise[:, 1:], random_steps
 
-    def _times(self) -> tuple[Tensor, float]:
-        """f[K] times at which the network is asked, and δ."""
-        steps = self._options.denoising_steps
-        return flow.denoising_times(steps).to(self.action_std), 1 / steps
+    def _times(self) -> Tensor:
+        """f[K]: when the network is asked."""
+        return flow.denoising_times(self._options.denoising_steps).to(self.action_std)
 
     # ---- in and out
 
@@ -353,93 +349,18 @@ class _Prefix:
     state: Tensor
 
 
-def _layers(network: Any) -> list[nn.Module]:
-    model = network.model
-    return [*model.vlm.vision_tower.encoder.layers, *model.vlm.language_model.layers, *model.dit.layers]
-
-
-def _choose_trained(network: Any, options: Pi0.Options) -> None:
-    """Set requires_grad of all the network's parameters; adds the adapters where they are what is trained."""
-    language, expert = network.model.vlm.language_model, network.model.dit
-    last = language.layers[-1]
-    unseen = [last.self_attn.q_proj, last.self_attn.o_proj, last.mlp, last.post_attention_layernorm, language.norm]
-    network.requires_grad_(options.train == "all")
-    if options.train == "lora":
-        from peft import LoraConfig, inject_adapter_in_model
-
-        layers = [module for part in (language, expert) for module in part.modules()]
-        places = [
-            name
-            for name, module in network.named_modules()
-            if name.endswith(("q_proj", "v_proj")) and module in layers and module not in unseen
-        ]
-        # The adapters are all that this leaves trainable.
-        config = LoraConfig(r=options.lora_rank, lora_alpha=options.lora_rank, target_modules=places)
-        inject_adapter_in_model(config, network)
-    network.embed_action_time.requires_grad_(True)
-    network.action_out_proj.requires_grad_(True)
-    if options.train == "expert":
-        expert.requires_grad_(True)
-    for part in [*unseen, expert.embed_tokens]:
-        part.requires_grad_(False)
-
-
 def _check_fit(config: Any, specification: Specification, chunk: int) -> None:
-    for what, has, most in (
-        ("the environment's state", f"{specification.state_dims} dims", config.max_state_dim),
-        ("the environment's action", f"{specification.action_dims} dims", config.max_action_dim),
-        ("policy.chunk", f"{chunk} actions", config.chunk_size),
+    for what, got, unit, most in (
+        ("the environment's state", specification.state_dims, "dims", config.max_state_dim),
+        ("the environment's action", specification.action_dims, "dims", config.max_action_dim),
+        ("policy.chunk", chunk, "actions", config.chunk_size),
     ):
-        if int(has.split()[0]) > most:
+        if got > most:
             raise InputError(
-                f"policy pi0: {what} has {has}, expected at most {most}, as its checkpoint has; use another"
+                f"policy pi0: {what} has {got} {unit}, expected at most {most}, as its checkpoint has; use another"
             )
 
 
 def _array(tensor: Tensor) -> np.ndarray:
     array: np.ndarray = tensor.float().cpu().numpy()
     return array
-
-
-def _pretrained(folder: Path) -> tuple[Any, Any]:
-    """The network and the tokenizer of a checked folder."""
-    from tokenizers import Tokenizer
-    from transformers import PI0ForConditionalGeneration
-
-    # float32 also where they were saved in bfloat16: there the steps of a small learning rate would round to nothing.
-    network, about = PI0ForConditionalGeneration.from_pretrained(
-        folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
-    )
-    lost = sorted(about["missing_keys"])
-    if lost:
-        raise InputError(f"{folder}: lacks {len(lost)} weights, first {lost[0]}, expected a whole π0; copy it anew")
-    return network, Tokenizer.from_file(str(folder / pretrained.TOKENIZER))
-
-
-def _tiny(chunk: int) -> tuple[Any, Any]:
-    """A network of the same architecture, its weights always the same; its tokens are bytes."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PI0Config, PI0ForConditionalGeneration
-
-    alphabet = [*_SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE(vocab={text: index for index, text in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    layers = {"num_hidden_layers": 2, "num_attention_heads": 2}
-    language = layers | {"num_key_value_heads": 1, "head_dim": 32}  # both share keys and values
-    config = PI0Config(
-        vlm_config={
-            "model_type": "paligemma",
-            "image_token_id": len(alphabet),
-            "projection_dim": 64,
-            "text_config": language
-            | {"model_type": "gemma", "hidden_size": 64, "intermediate_size": 128, "vocab_size": len(alphabet)},
-            "vision_config": layers
-            | {"model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 64}
-            | {"image_size": 32, "patch_size": 8, "vision_use_head": False},
-        },
-        dit_config=language | {"model_type": "gemma", "hidden_size": 32, "intermediate_size": 64},
-        chunk_size=chunk,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(_TINY_SEED)
-        return PI0ForConditionalGeneration(config), tokenizer

@@ -1,0 +1,101 @@
+"""transformers' PI0ForConditionalGeneration: from a checkpoint, or tiny; and which of its parameters are trained.
+
+The only module that imports transformers, tokenizers and peft, and late: they take seconds.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from vla_stream.errors import InputError
+from vla_stream.policies import pretrained
+
+ARCHITECTURE = "pi0"  # as config.json names it
+
+Trained = Literal["all", "expert", "lora"]
+
+_TINY_SEED = 0
+_SPECIAL = ("<pad>", "<eos>", "<bos>")  # 0, 1, 2, as in Gemma
+
+
+def load(folder: Path) -> tuple[Any, Any]:
+    """The network and the tokenizer of a folder that pretrained.py checked. Raises InputError for missing weights."""
+    from tokenizers import Tokenizer
+    from transformers import PI0ForConditionalGeneration
+
+    # float32 also where they were saved in bfloat16: there the steps of a small learning rate would round to nothing.
+    network, about = PI0ForConditionalGeneration.from_pretrained(
+        folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
+    )
+    lost = sorted(about["missing_keys"])
+    if lost:
+        raise InputError(f"{folder}: lacks {len(lost)} weights, first {lost[0]}, expected a whole π0; copy it anew")
+    return network, Tokenizer.from_file(str(folder / pretrained.TOKENIZER))
+
+
+def tiny(chunk: int) -> tuple[Any, Any]:
+    """A network of the same architecture, its weights always the same; its tokens are bytes."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PI0Config, PI0ForConditionalGeneration
+
+    alphabet = [*_SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE(vocab={text: index for index, text in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 2}
+    language = layers | {"num_key_value_heads": 1, "head_dim": 32}  # both share keys and values
+    config = PI0Config(
+        vlm_config={
+            "model_type": "paligemma",
+            "image_token_id": len(alphabet),
+            "projection_dim": 64,
+            "text_config": language
+            | {"model_type": "gemma", "hidden_size": 64, "intermediate_size": 128, "vocab_size": len(alphabet)},
+            "vision_config": layers
+            | {"model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 64}
+            | {"image_size": 32, "patch_size": 8, "vision_use_head": False},
+        },
+        dit_config=language | {"model_type": "gemma", "hidden_size": 32, "intermediate_size": 64},
+        chunk_size=chunk,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(_TINY_SEED)
+        return PI0ForConditionalGeneration(config), tokenizer
+
+
+def choose_trained(network: Any, trained: Trained, lora_rank: int) -> None:
+    """Set requires_grad of all the network's parameters; adds the adapters where they are what is trained.
+
+    Never trained are the eight tensors that no gradient can reach: keys and values are all that the action expert sees
+    of the language model's last layer."""
+    language, expert = network.model.vlm.language_model, network.model.dit
+    last = language.layers[-1]
+    unseen = [last.self_attn.q_proj, last.self_attn.o_proj, last.mlp, last.post_attention_layernorm, language.norm]
+    network.requires_grad_(trained == "all")
+    if trained == "lora":
+        from peft import LoraConfig, inject_adapter_in_model
+
+        layers = [module for part in (language, expert) for module in part.modules()]
+        places = [
+            name
+            for name, module in network.named_modules()
+            if name.endswith(("q_proj", "v_proj")) and module in layers and module not in unseen
+        ]
+        # The adapters are all that this leaves trainable.
+        config = LoraConfig(r=lora_rank, lora_alpha=lora_rank, target_modules=places)
+        inject_adapter_in_model(config, network)
+    network.embed_action_time.requires_grad_(True)
+    network.action_out_proj.requires_grad_(True)
+    if trained == "expert":
+        expert.requires_grad_(True)
+    for part in [*unseen, expert.embed_tokens]:
+        part.requires_grad_(False)
+
+
+def layers(network: Any) -> list[nn.Module]:
+    """Those of the image encoder, the language model and the action expert."""
+    model = network.model
+    return [*model.vlm.vision_tower.encoder.layers, *model.vlm.language_model.layers, *model.dit.layers]
