@@ -25,8 +25,8 @@ _LOG_2PI = math.log(2 * math.pi)
 
 
 class InPairs(Gymnasium):
-    """Two environments per process, stepped in turn. One per process costs two cores more in packets and wake-ups than
-    they gain by not waiting for each other; four in turn are too slow. See README.md for what was tried."""
+    """Two environments per process, stepped in turn: on two cores one per process costs more in packets and wake-ups
+    than is gained, and four in turn are slow. README.md has the figures."""
 
     rows_per_process: ClassVar[int | None] = 2
 
