@@ -266,8 +266,10 @@ def test_a_batch_split_in_parts_gives_the_gradient_of_the_whole() -> None:
             for values in (evaluation.logprobs, part.proximal, part.behaviour)
         )
         advantages = losses.per_element(part.advantages, mask)
+        clipped = losses.clipped_losses(new, proximal, advantages, mask, clip=0.2)
+        weights = losses.behaviour_weights(proximal, behaviour, cap=2.0)
         return (
-            losses.policy_loss(new, proximal, behaviour, advantages, mask, clip=0.2, cap=2.0),
+            losses.weighted_sum(clipped, mask, weights, torch.ones_like(weights)),
             losses.value_loss(evaluation.values, part.values, part.returns, clip=0.2, delta=10.0),
         )
 

@@ -56,9 +56,9 @@ def evaluate(
     proximal = losses.to_elements(samples.proximal.to(device), executed, granularity)
     behaviour = losses.to_elements(samples.behaviour.to(device), executed, granularity)
     advantages = losses.per_element(advantages_N.to(device), mask)
-    policy_loss = losses.policy_loss(
-        logprobs, proximal, behaviour, advantages, mask, algorithm.clip, algorithm.behaviour_weight_cap
-    )
+    weights = losses.behaviour_weights(proximal, behaviour, algorithm.behaviour_weight_cap)
+    clipped = losses.clipped_losses(logprobs, proximal, advantages, mask, algorithm.clip)
+    policy_loss = losses.weighted_sum(clipped, mask, weights, torch.ones_like(weights))
     value_loss = losses.value_loss(
         evaluation.values,
         samples.values.to(device),
