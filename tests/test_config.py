@@ -213,7 +213,7 @@ def test_problems_name_the_files_they_come_from(write: Any) -> None:
         ("updates", 1.5, "config: updates is 1.5, expected a valid integer"),
         ("updates", None, "config: updates is None, expected a valid integer"),
         ("algorithm.gamma", 1.5, "config: algorithm.gamma is 1.5, expected less than or equal to 1"),
-        ("algorithm.name", "ppq", "config: algorithm.name is 'ppq', expected 'ppo'"),
+        ("algorithm.name", "ppq", "config: algorithm.name is 'ppq', expected 'ppo', 'appo', 'grpo', 'rloo' or 'rft'"),
         ("broker.lane", "tcp", "config: broker.lane is 'tcp', expected 'auto', 'inline', 'shm' or 'redis'"),
         ("trainer", 3, "config: trainer is 3, expected a mapping of its keys"),
         ("environment.options", [], "config: environment.options is [], expected a mapping of its keys"),
@@ -378,12 +378,13 @@ def test_every_field_of_every_section_has_a_sentence() -> None:
     def fields(model: type[Section]) -> list[str]:
         found = []
         for name, field in model.model_fields.items():
-            if field.description is None and not str(field.annotation).count("vla_stream.config."):
+            if field.description is None and not str(field.annotation).count("vla_stream."):
                 found.append(f"{model.__name__}.{name}")
         return found
 
     sections = [Config, *Section.__subclasses__()]
-    assert [name for section in sections if section.__module__ == "vla_stream.config" for name in fields(section)] == []
+    modules = {"vla_stream.config", "vla_stream.algorithm", "vla_stream.sections"}
+    assert [name for section in sections if section.__module__ in modules for name in fields(section)] == []
 
 
 def test_a_config_cannot_be_changed_after_it_was_checked() -> None:

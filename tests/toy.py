@@ -135,6 +135,7 @@ def same(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
 
 
 def update(learner: Learner, segments: Sequence[Segment], version: int = 0) -> UpdateResult:
+    learner.version = version
     for segment in segments:
         learner.add(segment)
     return learner.finish(version)

@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic import BaseModel, Discriminator, Field, Tag, ValidationError
 
+from vla_stream.algorithm import Algorithm as Algorithm
 from vla_stream.errors import InputError
+from vla_stream.sections import Count, Decay, Milliseconds, PlainPath, Seconds
+from vla_stream.sections import Section as Section
 
 UNKNOWN_KEY = "extra_forbidden"  # pydantic's name of the error
 MAX_SEED = 2**63 - 1  # seeds.derive packs it into 8 bytes with a sign
@@ -26,25 +29,6 @@ RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"
 CHECKPOINTS, DEMONSTRATIONS = "checkpoints", "demos.safetensors"  # names in runs/<name>/
 
 Model = TypeVar("Model", bound=BaseModel)
-
-
-def _without_nul(path: Path) -> Path:
-    if "\0" in str(path):
-        raise ValueError("a path without NUL bytes")
-    return path
-
-
-# Upper bounds far above any use, and far below what timers, Lua's numbers and memory can take.
-Count = Annotated[int, Field(le=10**9)]
-Seconds = Annotated[float, Field(le=10**6)]
-Milliseconds = Annotated[float, Field(le=10**6)]
-PlainPath = Annotated[Path, AfterValidator(_without_nul)]
-
-
-class Section(BaseModel):
-    """Base of all sections: unknown keys refused, values frozen. `parse` converts nothing (no "3" or yes for 3)."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Environment(Section):
@@ -121,26 +105,6 @@ class Generators(Section):
     )
 
 
-class Algorithm(Section):
-    name: Literal["ppo"] = Field(default="ppo", description="Policy-gradient algorithm.")
-    gamma: float = Field(default=0.97, ge=0, le=1, description="Discount per chunk step (not per environment step).")
-    gae_lambda: float = Field(default=0.95, ge=0, le=1, description="λ of generalised advantage estimation.")
-    clip: float = Field(default=0.2, gt=0, description="PPO clip range ε of the ratio to the proximal policy.")
-    behaviour_weight_cap: float = Field(
-        default=2.0, gt=0, description="Upper bound of the decoupled loss's weight proximal ÷ behaviour policy."
-    )
-    granularity: Literal["action", "chunk", "token"] = Field(
-        default="action", description="Log-probs are summed per action, per whole chunk, or not at all (token)."
-    )
-    value_coefficient: float = Field(default=0.5, ge=0, description="Weight of the value loss.")
-    value_clip: float = Field(default=0.2, gt=0, description="Range in which a value may move per update.")
-    huber_delta: float = Field(default=10.0, gt=0, description="δ of the value loss's Huber function.")
-    entropy_coefficient: float = Field(default=0.0, ge=0, description="Weight of the entropy bonus.")
-    normalise_advantages: bool = Field(
-        default=True, description="By mean and std of all of the update; streaming: of the updates before it."
-    )
-
-
 class Trainer(Section):
     segments_per_update: Count = Field(ge=1, description="B: segments that one update consumes.")
     update: Literal["buffered", "streaming"] = Field(
@@ -156,10 +120,15 @@ class Trainer(Section):
         description="Streaming: steps per update, each with an equal share of its segments; with 1 nothing is clipped.",
     )
     learning_rate: float = Field(default=2.5e-4, ge=0, description="Adam's learning rate of the policy.")
-    value_learning_rate: float = Field(default=2.5e-4, ge=0, description="Adam's learning rate of the value head.")
+    value_learning_rate: float | None = Field(
+        default=None, ge=0, description="Adam's learning rate of the value head. Default: 2.5e-4."
+    )
+    learning_rate_decay: Decay | None = Field(
+        default=None, description="How both fall, for example {to: 0.1, at_update: 60}. Default: they stay."
+    )
     max_grad_norm: float = Field(default=0.5, gt=0, description="Gradients are scaled down to this norm.")
-    critic_warmup_updates: Count = Field(
-        default=3, ge=0, description="First updates that train only the value head; versions advance."
+    critic_warmup_updates: Count | None = Field(
+        default=None, ge=0, description="First updates that train only the value head; versions advance. Default: 3."
     )
     prefetch_segments: Count = Field(
         default=4, ge=0, description="Segments of the next update to read while this one computes; order: arrival only."
@@ -179,6 +148,17 @@ class Trainer(Section):
     )
     device: str = Field(default="auto", description="Torch device, or auto: cuda if there is one, else cpu.")
     threads: Count = Field(default=1, ge=1, description="CPU threads of torch in the trainer.")
+
+    @property
+    def critic_learning_rate(self) -> float:
+        """`value_learning_rate`, with its default. Both are None by default so that one that is set where there is no
+        critic can be told."""
+        return 2.5e-4 if self.value_learning_rate is None else self.value_learning_rate
+
+    @property
+    def warmup_updates(self) -> int:
+        """`critic_warmup_updates`, with its default."""
+        return 3 if self.critic_warmup_updates is None else self.critic_warmup_updates
 
 
 class Flow(Section):
@@ -374,6 +354,7 @@ def cross_check(config: Config) -> list[str]:
             f"trainer.optimiser_steps is {trainer.optimiser_steps} but trainer.segments_per_update is "
             f"{trainer.segments_per_update}; make segments_per_update a multiple of {trainer.optimiser_steps}"
         )
+    problems += _algorithm_problems(config)
     if config.policy.init_from is not None and config.pretrain is not None:
         problems.append(
             "policy.init_from and pretrain are both set; remove one, since both say where the first weights come from"
@@ -381,9 +362,43 @@ def cross_check(config: Config) -> list[str]:
     return problems
 
 
+def _algorithm_problems(config: Config) -> list[str]:
+    algorithm, simulators, trainer = config.algorithm, config.simulators, config.trainer
+    name = algorithm.name
+    problems = algorithm.problems()
+    if not algorithm.has_critic:
+        for option in ("value_learning_rate", "critic_warmup_updates"):
+            if getattr(trainer, option) is not None:
+                problems.append(
+                    f"trainer.{option} is set but algorithm.name is {name}, which has no critic; remove it or set it "
+                    "to null"
+                )
+        if simulators.segment != "episode":
+            problems.append(
+                f"algorithm.name is {name} but simulators.segment is {{steps: {simulators.segment.steps}}}; set "
+                "segment to episode, since whole episodes are judged"
+            )
+    if algorithm.compares_rows and simulators.envs_per_slot < 2:
+        problems.append(
+            f"algorithm.name is {name} but simulators.envs_per_slot is {simulators.envs_per_slot}; raise envs_per_slot "
+            "to at least 2, since the rows of a slot are compared"
+        )
+    if algorithm.imitation_coefficient > 0 and config.pretrain is None:
+        problems.append(
+            f"algorithm.imitation_coefficient is {algorithm.imitation_coefficient} but there is no section pretrain, "
+            "whose demonstrations are imitated; add it or set the coefficient to 0"
+        )
+    return problems
+
+
 def notes(config: Config) -> list[str]:
     """Combinations that work but deserve a sentence."""
     remarks = []
+    if "correction" in config.algorithm.used and config.algorithm.correction == "none" and config.flow.max_staleness:
+        remarks.append(
+            f"algorithm.correction is none but flow.max_staleness is {config.flow.max_staleness}: data of older "
+            "weights is trained as if the newest had made it; expect worse learning, or set correction to decoupled"
+        )
     admitted = (1 + config.flow.max_staleness) * config.trainer.segments_per_update
     if config.slots_in_all > admitted:
         remarks.append(

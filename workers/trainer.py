@@ -35,6 +35,7 @@ from workers.worker import BLOCK_S, Worker, run_process
 
 SAY_WAITING_S = 20.0
 RETRY_CHECKPOINT_S = 5.0
+FIRST = f"{0:06d}"  # the checkpoint of the first weights, which is kept: the KL to them may be asked for
 
 
 class Trainer:
@@ -190,6 +191,7 @@ class Trainer:
         """Give the learner those held segments that the next update is sure to consume, in its order, until it has
         `most`; the rest waits, since π_prox and V must come from the weights that an update starts with."""
         count = self.config.trainer.segments_per_update
+        self.learner.version = self.version
         members = list(self._held)
         if members and self.config.flow.order == "ticket":
             members = [member for member in self.flow.ready_in_order(count) if member not in self._added]
@@ -281,7 +283,7 @@ class Trainer:
         if result.skipped is None:
             self._skipped_in_a_row = 0
             return
-        self._skipped_in_a_row += 1
+        self._skipped_in_a_row += not result.harmless
         members = ", ".join(held.trajectory.member for held in chosen[:8])
         self.worker.say("skipped", f"update {self.update + 1} changed nothing ({result.skipped}); segments {members}")
         if self._skipped_in_a_row >= self.config.trainer.max_skipped_in_a_row:
@@ -361,7 +363,7 @@ class Trainer:
             return
         self._checkpointed, self._retry_checkpoint_s = self.update, math.inf
         try:
-            checkpoint.prune(self.folder, self.config.trainer.keep_checkpoints, protected=(f"{0:06d}",))
+            checkpoint.prune(self.folder, self.config.trainer.keep_checkpoints, protected=(FIRST,))
         except OSError as exc:
             self.worker.say("checkpoint", f"{self.folder}: old ones not removed ({exc.strerror or exc}); remove them")
         if self._kept:
@@ -395,18 +397,27 @@ def make_learner(
     A checkpoint of the run itself is not looked at here. Raises InputError."""
     policy = make_policy(config, specification, device)
     needs_start = checkpoint.newest_place(config.run_dir / CHECKPOINTS) is None
-    if needs_start and config.policy.init_from is not None:
-        load_policy(policy, config.policy.init_from)
-    elif needs_start and config.pretrain is not None:
+    demonstrations = scenes = None
+    if config.pretrain is not None and (needs_start or config.algorithm.imitation_coefficient > 0):
         path = config.pretrain.demos or config.run_dir / DEMONSTRATIONS
         demonstrations, scenes = cloning.load_demonstrations(
             path, config.environment.name, config.policy.chunk, specification
         )
+    if needs_start and config.policy.init_from is not None:
+        load_policy(policy, config.policy.init_from)
+    elif needs_start and config.pretrain is not None and demonstrations is not None:
         started_s = time.monotonic()
         figures = cloning.warm_start(policy, demonstrations, scenes, config.pretrain)
         shown = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
         tell(f"warm start in {time.monotonic() - started_s:.1f} s: {shown}")
-    return Learner(policy, config.algorithm, config.trainer, config.seed, device)
+    reference = None
+    if config.algorithm.reference_kl_coefficient > 0:
+        reference = make_policy(config, specification, device)
+        if needs_start:
+            reference.load_state_dict(policy.state_dict())
+        else:
+            load_policy(reference, config.run_dir / CHECKPOINTS / FIRST)
+    return Learner(policy, config.algorithm, config.trainer, config.seed, device, reference, demonstrations)
 
 
 def load_policy(policy: Policy, folder: Path) -> None:

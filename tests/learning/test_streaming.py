@@ -108,9 +108,9 @@ def test_each_share_in_order_of_arrival_makes_a_step_against_the_weights_that_th
     optimiser = torch.optim.Adam([p for group in policy.parameter_groups().values() for p in group], 1e-2, eps=1e-5)
     for share in (samples[:2], samples[2:]):
         batch = Samples.concatenate(share)
-        terms, _ = objective.evaluate(policy, learner.algorithm, batch, batch.advantages, torch.device("cpu"))
+        terms, _ = objective.evaluate(policy, learner.algorithm, batch, batch.advantages, torch.device("cpu"), 0)
         optimiser.zero_grad()
-        terms.mean().backward()
+        objective.mean(terms).backward()
         torch.nn.utils.clip_grad_norm_(policy.parameters(), learner.trainer.max_grad_norm)
         optimiser.step()
     for name, tensor in weights(learner).items():
@@ -155,9 +155,9 @@ def test_advantages_are_scaled_by_earlier_updates_only(monkeypatch: pytest.Monke
     used: list[Tensor] = []
     real = objective.evaluate
 
-    def evaluate(policy: Any, algorithm: Any, samples: Samples, advantages: Tensor, device: Any) -> Any:
+    def evaluate(policy: Any, algorithm: Any, samples: Samples, advantages: Tensor, *rest: Any) -> Any:
         used.append(advantages)
-        return real(policy, algorithm, samples, advantages, device)
+        return real(policy, algorithm, samples, advantages, *rest)
 
     monkeypatch.setattr(objective, "evaluate", evaluate)
     learner = streaming(segments_per_update=2)

@@ -1,4 +1,5 @@
-"""From a segment to training samples: one pass without gradients gives π_prox, V and with them the advantages.
+"""From a segment to training samples: one pass without gradients gives π_prox, V and with them the advantages; which
+chunk steps become samples, and what each is worth, the algorithm says.
 
 Legend of shape suffixes: T chunk steps, k rows of one slot, N samples (valid chunk steps of one row), H actions per
 chunk, A action dims.
@@ -16,7 +17,9 @@ from torch import Tensor
 
 from vla_stream import config
 from vla_stream.environments.protocol import Observations
-from vla_stream.learning.advantages import gae, successor_values
+from vla_stream.learning.advantages import successor_values
+from vla_stream.learning.algorithms import RECIPES, Rollout, looks_first
+from vla_stream.learning.losses import element_mask
 from vla_stream.learning.segments import Segment
 from vla_stream.policies.protocol import Policy
 
@@ -61,9 +64,10 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """N valid chunk steps on the host: observations and arrays for `Policy.evaluate`, tensors for the losses.
+    """N chunk steps on the host: observations and arrays for `Policy.evaluate`, tensors for the losses.
 
-    executed bool[N, H]; behaviour, proximal f32[N, H, A] log-probs; values, advantages, returns f32[N]; versions i64[N]
+    executed bool[N, H]; versions i64[N]; values, and as in `algorithms.Credit` advantages, returns, weights, shares
+    f32[N]; f32[N, H, A]: log-probs behaviour, proximal and reference (behaviour's where there is no such policy)
     """
 
     observations: Rows
@@ -72,9 +76,12 @@ class Samples:
     executed: Tensor
     behaviour: Tensor
     proximal: Tensor
+    reference: Tensor
     values: Tensor
     advantages: Tensor
     returns: Tensor
+    weights: Tensor
+    shares: Tensor
     versions: Tensor
 
     def __len__(self) -> int:
@@ -110,69 +117,100 @@ class Samples:
             self.executed,
             self.behaviour,
             self.proximal,
+            self.reference,
             self.values,
             self.advantages,
             self.returns,
+            self.weights,
+            self.shares,
             self.versions,
         )
 
 
-def make_samples(policy: Policy, segment: Segment, algorithm: config.Algorithm, most_rows: int) -> Samples:
+def make_samples(
+    policy: Policy,
+    segment: Segment,
+    algorithm: config.Algorithm,
+    most_rows: int,
+    reference: Policy | None = None,
+) -> Samples:
     """The samples of one segment by the policy's current weights, evaluated at most `most_rows` at a time.
 
-    Evaluated are the valid chunk steps and, beside them, only the observations whose value bootstraps a return: those
-    that close the segment without having ended, and those before the reset of truncated rows.
+    Evaluated are the chunk steps to train and, for a critic, only those observations beside them whose value bootstraps
+    a return: those that close the segment without having ended, and those before the reset of truncated rows.
     """
+    recipe = RECIPES[algorithm.name]
     steps, rows = segment.steps, segment.rows
-    final_t, final_row = segment.final_index[:, 0], segment.final_index[:, 1]
-    bootstraps = segment.valid & ~segment.terminated
-    bootstraps[final_t, final_row] = False
+    trained = recipe.trained(segment).numpy()
     needed = np.zeros((steps + 1, rows), dtype=bool)
-    needed[:-1] |= segment.valid
-    needed[1:] |= bootstraps
+    needed[:-1] |= trained
+    final, final_index = segment.final, segment.final_index
+    if algorithm.has_critic:
+        bootstraps = trained & ~segment.terminated
+        bootstraps[final_index[:, 0], final_index[:, 1]] = False
+        needed[1:] |= bootstraps
+    else:
+        final, final_index = None, final_index[:0]
     t, row = np.nonzero(needed)
     on_grid = len(t)
     source, source_row, sources = t, row, list(segment.observations)
-    if segment.final is not None:
-        sources.append(segment.final)
-        source = np.concatenate([t, np.full(len(final_t), steps + 1)])
-        source_row = np.concatenate([row, np.arange(len(final_t))])
-        t, row = np.concatenate([t, final_t]), np.concatenate([row, final_row])
+    if final is not None:
+        sources.append(final)
+        source = np.concatenate([t, np.full(len(final_index), steps + 1)])
+        source_row = np.concatenate([row, np.arange(len(final_index))])
+        t, row = np.concatenate([t, final_index[:, 0]]), np.concatenate([row, final_index[:, 1]])
     observations = Rows(sources, source, source_row)
     # An observation without a decision of its own is evaluated with a neighbour's: only its value is used.
     decision = (np.minimum(t, steps - 1), row)
     actions = segment.actions[decision]
     extras = {name: array[decision] for name, array in segment.extras.items()}
-    logprobs, values = _evaluate(policy, observations, actions, extras, most_rows)
-
+    logprobs, values = torch.from_numpy(segment.logprobs[decision]), torch.zeros(len(t))
+    if looks_first(algorithm):
+        logprobs, values = _evaluate(policy, observations, actions, extras, most_rows)
+    # np.nonzero and boolean indexing both go through [T, k] in time order, so these rows line up with `[trained]`.
+    chosen = np.nonzero(np.concatenate([trained, np.zeros((1, rows), dtype=bool)])[needed])[0]
+    observations, actions = observations.take(chosen), actions[chosen]
+    extras = {name: array[chosen] for name, array in extras.items()}
     # Indexing is numpy's: it takes a fraction of torch's time on arrays as small as these.
-    grid_values = np.zeros((steps + 1, rows), dtype=np.float32)
+    proximal, behaviour = logprobs.numpy()[chosen], segment.logprobs[trained]
+    executed = segment.executed[trained]
+    reference_logprobs = torch.from_numpy(behaviour)
+    if reference is not None:
+        reference_logprobs, _ = _evaluate(reference, observations, actions, extras, most_rows)
+
+    grid_values, log_ratios = np.zeros((steps + 1, rows), np.float32), np.zeros((steps, rows), np.float32)
     grid_values[needed] = values[:on_grid].numpy()
-    grid, valid = torch.from_numpy(grid_values), torch.from_numpy(segment.valid)
-    advantages = gae(
-        torch.from_numpy(segment.rewards),
-        grid[:-1],
-        successor_values(grid[:-1], grid[-1], values[on_grid:], torch.from_numpy(segment.final_index)),
-        torch.from_numpy(segment.terminated),
-        torch.from_numpy(segment.truncated),
-        valid,
-        algorithm.gamma,
-        algorithm.gae_lambda,
-    )[valid]
-    # np.nonzero and boolean indexing both go through [T, k] in time order, so these rows line up with `[valid]`.
-    chosen = np.nonzero(np.concatenate([segment.valid, np.zeros((1, rows), dtype=bool)])[needed])[0]
-    old_values = torch.from_numpy(grid_values[:-1][segment.valid])
+    log_ratios[trained] = np.where(executed[..., None], proximal - behaviour, 0).sum((1, 2))
+    grid = torch.from_numpy(grid_values)
+    elements = element_mask(torch.from_numpy(segment.executed), segment.actions.shape[-1], algorithm.granularity)
+    credit = recipe.credit(
+        algorithm,
+        Rollout(
+            torch.from_numpy(segment.rewards),
+            torch.from_numpy(segment.terminated),
+            torch.from_numpy(segment.truncated),
+            torch.from_numpy(trained),
+            elements.reshape(steps, rows, -1).sum(-1),
+            torch.from_numpy(log_ratios),
+            grid[:-1],
+            successor_values(grid[:-1], grid[-1], values[on_grid:], torch.from_numpy(final_index)),
+        ),
+    )
+    advantages, returns, weights, shares = (torch.from_numpy(tensor.numpy()[trained]) for tensor in credit)
     return Samples(
-        observations=observations.take(chosen),
-        actions=actions[chosen],
-        extras={name: array[chosen] for name, array in extras.items()},
-        executed=torch.from_numpy(segment.executed[segment.valid]),
-        behaviour=torch.from_numpy(segment.logprobs[segment.valid]),
-        proximal=torch.from_numpy(logprobs.numpy()[chosen]),
-        values=old_values,
+        observations=observations,
+        actions=actions,
+        extras=extras,
+        executed=torch.from_numpy(executed),
+        behaviour=torch.from_numpy(behaviour),
+        proximal=torch.from_numpy(proximal),
+        reference=reference_logprobs,
+        values=torch.from_numpy(grid_values[:-1][trained]),
         advantages=advantages,
-        returns=advantages + old_values,
-        versions=torch.from_numpy(np.repeat(segment.versions[:, None], rows, axis=1)[segment.valid]),
+        returns=returns,
+        weights=weights,
+        shares=shares,
+        versions=torch.from_numpy(np.repeat(segment.versions[:, None], rows, axis=1)[trained]),
     )
 
 
@@ -184,6 +222,7 @@ def why_not_trainable(samples: Samples, ticket: int) -> str | None:
     for name, array in (
         ("behaviour log-prob", samples.behaviour.numpy()[executed]),
         ("proximal log-prob", samples.proximal.numpy()[executed]),
+        ("reference log-prob", samples.reference.numpy()[executed]),
         ("value", samples.values.numpy()),
         ("return", samples.returns.numpy()),
     ):

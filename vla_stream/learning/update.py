@@ -1,8 +1,9 @@
 """One update of the policy: segments are added one by one, then it is finished.
 
-Buffered: adding a segment is a pass without gradients, finishing is epochs × minibatches of decoupled PPO.
+Buffered: adding a segment is a pass without gradients, finishing is epochs × minibatches.
 Streaming: adding a segment computes its gradient at once, so that training overlaps the rollout, and finishing is the
 one optimiser step with all of them (or the last of `optimiser_steps`, each with an equal share of the segments).
+Which loss that is, the algorithm says (algorithms.py); demonstrations may be imitated beside it.
 
 In both, π_prox and V of all segments are those of the weights that the update starts with. Without that, later shares
 would never be clipped: on the quick start four steps per update then took success from .48 to 0 in 20 updates.
@@ -22,6 +23,7 @@ from vla_stream import config, seeds
 from vla_stream.errors import InputError
 from vla_stream.learning import objective
 from vla_stream.learning.advantages import RunningMoments, normalise
+from vla_stream.learning.cloning import Demonstrations
 from vla_stream.learning.samples import Samples, make_samples, parts, why_not_trainable
 from vla_stream.learning.segments import Segment
 from vla_stream.policies.protocol import Policy
@@ -33,12 +35,15 @@ RUNNING_MOMENTS = "running moments of advantages"  # among the optimiser's state
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
-    """What one update did. `skipped` says why it changed nothing (None: it trained); metrics are then empty."""
+    """What one update did. `skipped` says why it changed nothing (None: it trained); metrics are then empty.
+
+    harmless: it was skipped without a fault, as when the rows of every group succeeded: nothing is to be learnt."""
 
     update: int
     samples: int
     skipped: str | None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    harmless: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,7 @@ class _Begun:
 
     segments   each with its ticket, as they came
     problem    why it will change nothing
+    enough     its policy has moved as far as it may: `algorithm.max_kl`
     before     weights and moments before its first optimiser step, once there was one: the step may turn out to be void
     gradients  in streaming, of the segments since the last optimiser step
     losses     of the same, each with its ticket: they are read when that step waits for the device anyway
@@ -67,10 +73,20 @@ class _Begun:
 
     segments: list[tuple[int, Samples]] = field(default_factory=list)
     problem: str | None = None
+    enough: bool = False
     tally: objective.Tally = field(default_factory=objective.Tally)
     before: _Snapshot | None = None
     gradients: objective.GradientSums = field(default_factory=objective.GradientSums)
     losses: list[tuple[int, Tensor]] = field(default_factory=list)
+
+
+_NOTHING = {
+    "ppo": "no valid chunk step in any segment",
+    "appo": "no valid chunk step in any segment",
+    "grpo": "all groups have equal returns",
+    "rloo": "all groups have equal returns",
+    "rft": "no row succeeded",
+}
 
 
 class _NotFinite(Exception):
@@ -78,7 +94,12 @@ class _NotFinite(Exception):
 
 
 class Learner:
-    """Owns the policy and its optimiser. Call `add` per segment as they come, then `finish`."""
+    """Owns the policy and its optimiser. Call `add` per segment as they come, then `finish`.
+
+    version         of the current weights: to be set before the first `add` of an update
+    reference       what `algorithm.reference_kl_coefficient` needs: the policy that the run began with
+    demonstrations  what `algorithm.imitation_coefficient` needs
+    """
 
     def __init__(
         self,
@@ -87,17 +108,23 @@ class Learner:
         trainer: config.Trainer,
         seed: int,
         device: torch.device | str = "cpu",
+        reference: Policy | None = None,
+        demonstrations: Demonstrations | None = None,
     ) -> None:
         self.policy = policy
         self.algorithm = algorithm
         self.trainer = trainer
         self.seed = seed
         self.device = torch.device(device)
+        self.reference, self.demonstrations = reference, demonstrations
         self.updates_done = 0
+        self.version = 0
         self._begun = _Begun()
         self._streaming = trainer.update == "streaming"
         self._share = trainer.segments_per_update // trainer.optimiser_steps
         self._moments = RunningMoments()
+        self._normalises = algorithm.has_critic and algorithm.normalise_advantages
+        self._warmup_updates = trainer.warmup_updates if algorithm.has_critic else 0
         if isinstance(policy, torch.nn.Module):
             policy.to(self.device).eval()
         groups = policy.parameter_groups()
@@ -106,15 +133,16 @@ class Learner:
         self._optimiser = torch.optim.Adam(
             [
                 {"params": self._policy_parameters, "lr": trainer.learning_rate},
-                {"params": self._value_parameters, "lr": trainer.value_learning_rate},
+                {"params": self._value_parameters, "lr": trainer.critic_learning_rate},
             ],
             eps=ADAM_EPSILON,
         )
+        self._rates = [float(group["lr"]) for group in self._optimiser.param_groups]
 
     @property
     def warming_up(self) -> bool:
         """Whether the next update trains the value head only."""
-        return self.updates_done < self.trainer.critic_warmup_updates
+        return self.updates_done < self._warmup_updates
 
     def add(self, segment: Segment) -> None:
         """Take one segment of the next update: π_prox, V and advantages by the weights that it starts with. In
@@ -124,10 +152,11 @@ class Learner:
         """
         begun = self._begun
         with self._as_it_started():
-            samples = make_samples(self.policy, segment, self.algorithm, self.trainer.minibatch_samples)
+            most_rows = self.trainer.minibatch_samples
+            samples = make_samples(self.policy, segment, self.algorithm, most_rows, self.reference)
         begun.segments.append((segment.ticket, samples.without_inputs() if self._streaming else samples))
         begun.problem = begun.problem or why_not_trainable(samples, segment.ticket)
-        if begun.problem is None and self._streaming:
+        if begun.problem is None and self._streaming and not begun.enough:
             try:
                 self._accumulate(samples, segment.ticket)
                 if len(begun.segments) % self._share == 0 and len(begun.segments) < self.trainer.segments_per_update:
@@ -146,13 +175,15 @@ class Learner:
         number, begun = self.updates_done, self._begun
         ordered = [samples for _, samples in sorted(begun.segments, key=lambda each: each[0])]
         count = sum(len(samples) for samples in ordered)
-        problem = begun.problem or (None if count else "no valid chunk step in any segment")
+        problem = begun.problem or (None if count else _NOTHING[self.algorithm.name])
+        harmless = begun.problem is None and not count and not self.algorithm.has_critic
         metrics: dict[str, float] = {}
         if problem is None:
             try:
                 if self._streaming:
                     self._step_with_sums()
-                    self._moments = self._moments.after(torch.cat([samples.advantages for samples in ordered]))
+                    if self._normalises:
+                        self._moments = self._moments.after(torch.cat([samples.advantages for samples in ordered]))
                 else:
                     begun.before = self._snapshot()
                     self._optimise(Samples.concatenate(ordered))
@@ -164,7 +195,7 @@ class Learner:
         self._optimiser.zero_grad()
         self._begun = _Begun()
         self.updates_done += 1
-        return UpdateResult(number, count, problem, metrics)
+        return UpdateResult(number, count, problem, metrics, harmless)
 
     def discard(self) -> None:
         """Forget the segments added, and what they did to the weights: the next update begins anew."""
@@ -221,32 +252,33 @@ class Learner:
 
     def _optimise(self, samples: Samples) -> None:
         """Epochs × minibatches, one optimiser step each. Raises _NotFinite."""
-        advantages = normalise(samples.advantages) if self.algorithm.normalise_advantages else samples.advantages
+        advantages = normalise(samples.advantages) if self._normalises else samples.advantages
         tally = self._begun.tally
         for epoch in range(self.trainer.epochs):
             generator = np.random.default_rng(seeds.derive("minibatches", self.seed, self.updates_done, epoch))
             for index in parts(generator.permutation(len(samples)), self.trainer.minibatch_samples):
                 place = f"epoch {epoch + 1}, optimiser step {tally.optimiser_steps + 1}"
                 terms, sums = self._evaluate(samples.take(index), advantages[torch.from_numpy(index)])
-                loss = terms.mean()
+                loss = objective.mean(terms)
                 if not torch.isfinite(loss):
                     raise _NotFinite(f"the loss is {loss.item()} in {place}")
+                tally.add(sums)
+                if self._moved_enough():
+                    return
                 self._optimiser.zero_grad()
                 # Only these leaves get a gradient, and Adam leaves parameters without one alone, moments included:
                 # while the critic warms up the policy's loss reaches nothing.
                 loss.backward(inputs=self._stepped)  # type: ignore[no-untyped-call]
-                tally.add(sums)
                 tally.stepped(self._step(place))
 
     def _accumulate(self, samples: Samples, ticket: int) -> None:
         """Add the gradients of a segment's loss to the sums; nothing here waits for the device."""
         begun = self._begun
-        scaled = self.algorithm.normalise_advantages
-        advantages = self._moments.scale(samples.advantages) if scaled else samples.advantages
+        advantages = self._moments.scale(samples.advantages) if self._normalises else samples.advantages
         for index in parts(np.arange(len(samples)), self.trainer.minibatch_samples):
             terms, sums = self._evaluate(samples.take(index), advantages[torch.from_numpy(index)])
-            begun.losses.append((ticket, sums["policy_loss"] + sums["value_loss"] - sums["entropy"]))
-            begun.gradients.add(terms.sums(self.algorithm.granularity), sums, self._stepped)
+            begun.losses.append((ticket, torch.stack([term.total.detach() for term in terms.values()]).sum()))
+            begun.gradients.add(terms, self._stepped)
             begun.tally.add(sums)
 
     def _step_with_sums(self) -> None:
@@ -259,6 +291,10 @@ class Learner:
             if not np.isfinite(value):
                 raise _NotFinite(f"the loss is {value} in segment {ticket}")
         begun.losses = []
+        if self._moved_enough():
+            begun.enough = True
+            begun.gradients = objective.GradientSums()
+            return
         self._optimiser.zero_grad()
         for parameter, gradient in begun.gradients.means().items():
             parameter.grad = gradient
@@ -266,20 +302,47 @@ class Learner:
         begun.tally.stepped(self._step(f"optimiser step {begun.tally.optimiser_steps + 1}"))
 
     def _evaluate(self, samples: Samples, advantages_N: Tensor) -> tuple[objective.Terms, dict[str, Tensor]]:
-        return objective.evaluate(self.policy, self.algorithm, samples, advantages_N, self.device)
+        algorithm = self.algorithm.at(self.updates_done)
+        return objective.evaluate(self.policy, algorithm, samples, advantages_N, self.device, self.version)
+
+    def _moved_enough(self) -> bool:
+        most = self.algorithm.max_kl
+        return most is not None and self._begun.tally.kl_since_step() > most
 
     @property
     def _stepped(self) -> list[torch.nn.Parameter]:
         """The parameters that the next update trains."""
-        return self._value_parameters if self.warming_up else self._policy_parameters + self._value_parameters
+        value = self._value_parameters if self.algorithm.has_critic else []
+        return value if self.warming_up else self._policy_parameters + value
 
     def _step(self, place: str) -> float:
-        """One optimiser step with the gradients as they are; returns their norm. Raises _NotFinite."""
+        """One optimiser step with the gradients as they are, and those of the demonstrations; returns their norm.
+        Raises _NotFinite."""
+        decay = self.trainer.learning_rate_decay
+        for group, rate in zip(self._optimiser.param_groups, self._rates, strict=True):
+            group["lr"] = rate if decay is None else rate * decay.factor(self.updates_done)
+        if self.algorithm.imitation_coefficient > 0 and not self.warming_up:
+            self._imitate()
         norm = float(torch.nn.utils.clip_grad_norm_(self._stepped, self.trainer.max_grad_norm))
         if not np.isfinite(norm):
             raise _NotFinite(f"the gradient's norm is {norm} in {place}")
         self._optimiser.step()
         return norm
+
+    def _imitate(self) -> None:
+        """Add the gradient of the behaviour-cloning loss of some demonstrations, others in each optimiser step."""
+        known = self.demonstrations
+        assert known is not None
+        tally, size = self._begun.tally, min(self.trainer.minibatch_samples, len(known))
+        seed = seeds.derive("imitation", self.seed, self.updates_done, tally.optimiser_steps)
+        rows = np.random.default_rng(seed).choice(len(known), size, replace=False)
+        loss = self.policy.imitation_loss(known.observations.take(rows), known.actions[rows], known.valid[rows])
+        tally.imitated(loss)
+        scaled = self.algorithm.imitation_coefficient * loss
+        gradients = torch.autograd.grad(scaled, self._policy_parameters, allow_unused=True)
+        for parameter, gradient in zip(self._policy_parameters, gradients, strict=True):
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
     @contextlib.contextmanager
     def _as_it_started(self) -> Iterator[None]:
