@@ -336,6 +336,87 @@ def test_options_of_one_way_to_update_are_not_ignored_in_the_other(
     assert all(part in line for part in named), line
 
 
+# ---- algorithms
+
+EPISODES: dict[str, Any] = MINIMAL | {"simulators": {"segment": "episode"}}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "line"),
+    [
+        ({"name": "grpo", "value_clip": 0.2},
+         "config: algorithm.value_clip is set but algorithm.name is grpo, which does not use it; remove it, or set "
+         "name to ppo or appo"),
+        ({"name": "rft", "length": "own"},
+         "config: algorithm.length is set but algorithm.name is rft, which does not use it; remove it, or set name to "
+         "grpo or rloo"),
+        ({"name": "appo", "correction": "none"},
+         "config: algorithm.correction is set but algorithm.name is appo, which does not use it; remove it, or set "
+         "name to ppo or grpo or rloo"),
+        ({"correction": "tis", "clip": 0.2},
+         "config: algorithm.clip is set but algorithm.correction is tis, which does not use it; remove it, or set "
+         "correction to decoupled or none"),
+        ({"correction": "none", "proximal": "interpolated"},
+         "config: algorithm.proximal is set but algorithm.correction is none, which does not use it; remove it, or set "
+         "correction to decoupled"),
+        ({"entropy_decay": {"to": 0.1, "at_update": 9}},
+         "config: algorithm.entropy_decay is set but algorithm.entropy_coefficient is 0; remove it, or raise "
+         "entropy_coefficient"),
+        ({"imitation_coefficient": 0.1},
+         "config: algorithm.imitation_coefficient is 0.1 but there is no section pretrain, whose demonstrations are "
+         "imitated; add it or set the coefficient to 0"),
+    ],
+)  # fmt: skip
+def test_an_option_that_the_algorithm_does_not_use_is_refused_with_the_remedy(
+    algorithm: dict[str, Any], line: str
+) -> None:
+    assert problems_of(EPISODES | {"algorithm": algorithm}) == [line]
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "rft"])
+def test_an_algorithm_without_critic_wants_whole_episodes_and_no_settings_of_one(name: str) -> None:
+    data = EPISODES | {"algorithm": {"name": name}}
+    assert validate(data).trainer.value_learning_rate is None
+    trainer = MINIMAL["trainer"] | {"value_learning_rate": 1e-3, "critic_warmup_updates": 0}
+    lines = problems_of(data | {"trainer": trainer, "simulators": {"segment": {"steps": 8}}})
+    assert [line.split(";")[0] for line in lines] == [
+        f"config: trainer.value_learning_rate is set but algorithm.name is {name}, which has no critic",
+        f"config: trainer.critic_warmup_updates is set but algorithm.name is {name}, which has no critic",
+        f"config: algorithm.name is {name} but simulators.segment is {{steps: 8}}",
+    ]
+    assert "set segment to episode" in lines[2] and "set it to null" in lines[0]
+    validate(data | {"trainer": trainer | {"value_learning_rate": None, "critic_warmup_updates": None}})
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo"])
+def test_a_group_of_one_row_is_refused(name: str) -> None:
+    data = EPISODES | {"algorithm": {"name": name}, "simulators": {"segment": "episode", "envs_per_slot": 1}}
+    (line,) = problems_of(data)
+    assert line == (
+        f"config: algorithm.name is {name} but simulators.envs_per_slot is 1; raise envs_per_slot to at least 2, since "
+        "the rows of a slot are compared"
+    )
+    validate(data | {"algorithm": {"name": "rft"}})
+
+
+@pytest.mark.parametrize("name", ["ppo", "appo", "grpo", "rloo", "rft"])
+def test_a_config_shows_the_options_that_its_algorithm_uses_and_is_read_again_as_the_same(name: str) -> None:
+    config = validate(EPISODES | {"algorithm": {"name": name}})
+    shown = json.loads(config.model_dump_json())
+    assert set(shown["algorithm"]) == config.algorithm.used
+    assert ("value_clip" in shown["algorithm"]) is config.algorithm.has_critic
+    assert validate(shown) == config and json.loads(validate(shown).model_dump_json()) == shown
+
+
+def test_no_correction_has_to_be_asked_for_and_is_warned_about_where_data_may_be_old() -> None:
+    base = with_value("trainer.segments_per_update", 16) | {"simulators": {"count": 2, "slots": 2}}
+    assert notes(validate(base)) == [] and validate(base).algorithm.correction == "decoupled"
+    (note,) = notes(validate(base | {"algorithm": {"correction": "none"}}))
+    assert "algorithm.correction is none but flow.max_staleness is 1" in note and "set correction to decoupled" in note
+    assert notes(validate(base | {"algorithm": {"correction": "none"}, "flow": {"max_staleness": 0}})) == []
+    assert notes(validate(base | {"algorithm": {"name": "appo"}})) == []
+
+
 def test_two_sources_of_first_weights_are_refused() -> None:
     data = with_value("policy.init_from", "runs/a") | {"pretrain": {}}
     (line,) = problems_of(data)

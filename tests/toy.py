@@ -13,10 +13,14 @@ from torch import Tensor, nn
 
 from vla_stream import config
 from vla_stream.environments.protocol import Observations
+from vla_stream.learning.cloning import Demonstrations
 from vla_stream.learning.samples import Samples, make_samples
 from vla_stream.learning.segments import Segment
 from vla_stream.learning.update import Learner, UpdateResult
 from vla_stream.policies.protocol import Act, Evaluation, Policy, row_noise
+
+# Two threads for tensors of this size are no faster on an idle machine, and ten times slower on a busy one.
+torch.set_num_threads(1)
 
 S, H, A = 3, 2, 2
 T, K = 5, 4
@@ -62,7 +66,11 @@ class Toy(nn.Module):
         return Evaluation(normal.log_prob(torch.from_numpy(actions)), normal.entropy(), values)
 
     def imitation_loss(self, observations: Observations, actions: np.ndarray, valid: np.ndarray) -> Tensor:
-        raise AssertionError("an update does not imitate")
+        errors = torch.nn.functional.smooth_l1_loss(
+            self._heads(observations)[0].mean, torch.from_numpy(actions).to(self.frozen.dtype), reduction="none"
+        )
+        weights = torch.from_numpy(valid).to(errors.dtype)[..., None].expand_as(errors)
+        return (errors * weights).sum() / weights.sum().clamp(min=1)
 
     def parameter_groups(self) -> Mapping[str, list[nn.Parameter]]:
         policy = [*self.trunk.parameters(), *self.action.parameters(), self.log_std]
@@ -116,13 +124,71 @@ def make_segment(policy: Policy, ticket: int, version: int = 0) -> Segment:
     )
 
 
-def make_learner(policy: Toy | None = None, algorithm: dict[str, object] | None = None, **trainer: object) -> Learner:
+def make_episodes(
+    policy: Policy,
+    ticket: int,
+    lengths: Sequence[int] = (2, T, 4, T),
+    successes: Sequence[int] = (0, 2),
+    version: int = 0,
+) -> Segment:
+    """Whole episodes of one row each: `successes` terminate with reward 1 in the first action of their last chunk, the
+    others are truncated. What follows an end is held, and holds garbage."""
+    generator = np.random.default_rng(ticket)
+    rows, steps = len(lengths), max(lengths)
+    observations = [look(generator, rows) for _ in range(steps + 1)]
+    keys = np.arange(rows, dtype=np.uint64) + np.uint64(1000 * ticket)
+    acts = [policy.act(seen, keys + np.uint64(10 * t)) for t, seen in enumerate(observations[:steps])]
+    valid = np.arange(steps)[:, None] < np.array(lengths)
+    terminated, truncated = np.zeros((steps, rows), dtype=bool), np.zeros((steps, rows), dtype=bool)
+    executed = np.repeat(valid[..., None], H, axis=2)
+    rewards = np.where(valid, 0.0, np.nan).astype(np.float32)
+    for row, length in enumerate(lengths):
+        if row in successes:
+            terminated[length - 1, row], rewards[length - 1, row] = True, 1.0
+            executed[length - 1, row, 1:] = False
+        else:
+            truncated[length - 1, row] = True
+    final_index = np.argwhere(truncated)
+    return Segment(
+        ticket=ticket,
+        observations=observations,
+        final=look(generator, len(final_index)) if len(final_index) else None,
+        final_index=final_index,
+        actions=np.stack([act.actions for act in acts]),
+        logprobs=np.stack([act.logprobs for act in acts]),
+        executed=executed,
+        valid=valid,
+        rewards=rewards,
+        terminated=terminated,
+        truncated=truncated,
+        success=terminated,
+        versions=np.full(steps, version),
+    )
+
+
+def make_demonstrations(seed: int = 11, moments: int = 40) -> Demonstrations:
+    """An expert that always does the same, of which the last action of some moments does not exist."""
+    generator = np.random.default_rng(seed)
+    actions = np.full((moments, H, A), 0.7, dtype=np.float32)
+    valid = np.ones((moments, H), dtype=bool)
+    valid[::5, 1] = False
+    return Demonstrations(look(generator, moments), actions, valid, episodes=5, successes=5)
+
+
+def make_learner(
+    policy: Toy | None = None,
+    algorithm: dict[str, object] | None = None,
+    reference: Toy | None = None,
+    **trainer: object,
+) -> Learner:
     defaults = {"segments_per_update": 3, "minibatch_samples": 16, "critic_warmup_updates": 0, "learning_rate": 1e-2}
     return Learner(
         policy or Toy(),
         config.Algorithm.model_validate({"entropy_coefficient": 0.01} | (algorithm or {})),
         config.Trainer.model_validate(defaults | {"value_learning_rate": 1e-2} | trainer),
         seed=7,
+        reference=reference,
+        demonstrations=make_demonstrations(),
     )
 
 
@@ -141,8 +207,11 @@ def update(learner: Learner, segments: Sequence[Segment], version: int = 0) -> U
     return learner.finish(version)
 
 
-def sampled(learner: Learner, segment: Segment, policy: Policy | None = None) -> Samples:
-    return make_samples(policy or learner.policy, segment, learner.algorithm, learner.trainer.minibatch_samples)
+def sampled(
+    learner: Learner, segment: Segment, policy: Policy | None = None, reference: Policy | None = None
+) -> Samples:
+    most_rows = learner.trainer.minibatch_samples
+    return make_samples(policy or learner.policy, segment, learner.algorithm, most_rows, reference)
 
 
 def train(learner: Learner, updates: int = 1) -> UpdateResult:

@@ -27,14 +27,23 @@ def checked(*paths: Path, overrides: tuple[str, ...] = ()) -> str:
 
 
 POLICIES = [CONFIGS / "pi0.yaml"]  # these go on top of an environment's
+GRPO = CONFIGS / "grpo.yaml"  # on top of the quick start, whose critic it does without
 
 
-@pytest.mark.parametrize("path", sorted({*CONFIGS.glob("*.yaml")} - {*POLICIES}), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted({*CONFIGS.glob("*.yaml")} - {*POLICIES, GRPO}), ids=lambda path: path.stem)
 def test_every_config_is_valid_alone_and_under_every_policy(path: Path) -> None:
-    assert checked(path).endswith("the config is valid\n")
+    assert checked(path).endswith("the config is valid
+")
     for policy in POLICIES:
         said = checked(path, policy)
-        assert f"name: {policy.stem}\n" in said and said.endswith("the config is valid\n")
+        assert f"name: {policy.stem}
+" in said and said.endswith("the config is valid
+")
+
+
+def test_another_algorithm_goes_on_top_of_the_quick_start() -> None:
+    assert checked(CONFIGS / "quickstart.yaml", GRPO).endswith("the config is valid
+")
 
 
 @pytest.mark.parametrize("name", ["libero-pi05", "libero-groot", "metaworld", "robocasa", "maniskill"])

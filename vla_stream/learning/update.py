@@ -306,7 +306,7 @@ class Learner:
         return objective.evaluate(self.policy, algorithm, samples, advantages_N, self.device, self.version)
 
     def _moved_enough(self) -> bool:
-        most = self.algorithm.max_kl
+        most = self.algorithm.max_kl if "max_kl" in self.algorithm.used else None
         return most is not None and self._begun.tally.kl_since_step() > most
 
     @property
