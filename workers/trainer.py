@@ -398,7 +398,8 @@ def make_learner(
     policy = make_policy(config, specification, device)
     needs_start = checkpoint.newest_place(config.run_dir / CHECKPOINTS) is None
     demonstrations = scenes = None
-    if config.pretrain is not None and (needs_start or config.algorithm.imitation_coefficient > 0):
+    imitates = config.algorithm.imitation_coefficient > 0
+    if config.pretrain is not None and (needs_start or imitates):
         path = config.pretrain.demos or config.run_dir / DEMONSTRATIONS
         demonstrations, scenes = cloning.load_demonstrations(
             path, config.environment.name, config.policy.chunk, specification
@@ -417,7 +418,8 @@ def make_learner(
             reference.load_state_dict(policy.state_dict())
         else:
             load_policy(reference, config.run_dir / CHECKPOINTS / FIRST)
-    return Learner(policy, config.algorithm, config.trainer, config.seed, device, reference, demonstrations)
+    kept = demonstrations if imitates else None
+    return Learner(policy, config.algorithm, config.trainer, config.seed, device, reference, kept)
 
 
 def load_policy(policy: Policy, folder: Path) -> None:
