@@ -114,6 +114,7 @@ def test_normalised_advantages_have_mean_0_and_standard_deviation_1() -> None:
     got = normalise(torch.tensor([1.0, 2.0, 3.0, 6.0], dtype=torch.float64))
     expected = (np.array([1.0, 2.0, 3.0, 6.0]) - 3.0) / np.sqrt(3.5)
     np.testing.assert_allclose(got.numpy(), expected, atol=1e-7)
+    assert normalise(torch.tensor([1.0, 2.0])).dtype == torch.float32
 
 
 def test_equal_advantages_normalise_to_zero() -> None:

@@ -88,7 +88,7 @@ def test_what_counts_equals_a_slow_loop_on_200_random_inputs() -> None:
 def test_length_weights_give_the_mean_over_rows_on_200_random_inputs(length: Length) -> None:
     generator = np.random.default_rng(2)
     for _ in range(200):
-        lengths = generator.integers(1, 12, size=int(generator.integers(2, 7)))
+        lengths = generator.integers(1, generator.integers(2, 12), size=int(generator.integers(2, 7)))
         losses = [generator.standard_normal(size) for size in lengths]
         expected = 0.0
         for of_row in losses:

@@ -82,6 +82,14 @@ def test_masked_elements_leave_the_sum_and_the_count_whatever_they_hold() -> Non
     assert torch.equal(masked.total, kept.total) and masked.elements == kept.elements == 2
 
 
+def test_a_masked_element_loses_nothing_whatever_it_holds() -> None:
+    values, mask = tensor(1.0, 3.0), torch.tensor([True, False])
+    for dual_clip in (None, 1.5):
+        assert clipped_losses(values, -values, values, mask, 0.2, dual_clip).tolist() == [-1.2, 0.0]
+    assert log_losses(values, values, mask).tolist() == [-1.0, 0.0]
+    assert k3(values, -values, mask).tolist() == [pytest.approx(math.exp(-2) + 1), 0.0]
+
+
 def test_gradient_is_finite_when_a_masked_ratio_would_overflow() -> None:
     logprobs = tensor(0.0, 5000.0).requires_grad_()
     zeros = torch.zeros(2, dtype=torch.float64)

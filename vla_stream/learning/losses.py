@@ -62,9 +62,8 @@ def interpolated_proximal(
     α = clamp((v_prox − v_μ) ÷ (v_θ − v_μ), 0, 1) with v_θ = v_prox + 1, and 0 where v_θ = v_μ: the staler the data, the
     nearer π_prox is to π_θ. Data of the version that the update starts with has π_prox = μ.
     """
-    distance = (proximal_version + 1 - behaviour_version).to(behaviour.dtype)
-    alpha = torch.where(distance == 0, 0.0, ((distance - 1) / distance).clamp(0, 1))
-    return torch.lerp(behaviour, logprobs.detach(), alpha)
+    distance = (proximal_version + 1 - behaviour_version).to(behaviour.dtype)  # 0: −1 ÷ 0 is clamped to 0
+    return torch.lerp(behaviour, logprobs.detach(), ((distance - 1) / distance).clamp(0, 1))
 
 
 def clipped_losses(
