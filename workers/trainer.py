@@ -35,6 +35,7 @@ from workers.worker import BLOCK_S, Worker, run_process
 
 SAY_WAITING_S = 20.0
 RETRY_CHECKPOINT_S = 5.0
+MOST_NUMERIC_DIFFERENCE = 0.1  # of log-probs of equal weights: bf16, padding and kernels make less
 FIRST = f"{0:06d}"  # the checkpoint of the first weights, which is kept: the KL to them may be asked for
 
 
@@ -56,6 +57,7 @@ class Trainer:
         self._weights = WeightsWriter(self.client, self.flow.scripts, worker.keys, config.trainer.weights_base_every)
         self._trained = self._skipped = 0
         self._skipped_in_a_row = 0
+        self._numerics_differ = False
         self._checkpointed = -1
         self._retry_checkpoint_s = math.inf
         self._waiting_since_s = time.monotonic()
@@ -242,6 +244,7 @@ class Trainer:
         with self.worker.long_step("updating"), self.meter.busy("update"):
             result = self.learner.finish(self.version)
         self._note_skip(result, chosen)
+        self._note_numerics(result)
         data = to_bytes(self.learner.policy.state_dict())
         self.version += 1
         self.update += 1
@@ -291,6 +294,17 @@ class Trainer:
                 f"{self._skipped_in_a_row} updates in a row were skipped, last: {result.skipped}; "
                 f"checkpoint {self._checkpointed} is the last good one; lower trainer.learning_rate"
             )
+
+    def _note_numerics(self, result: UpdateResult) -> None:
+        """Told when it begins: importance weights are then wrong, and the policy learns worse without another sign."""
+        difference = result.metrics.get("act_evaluate_difference", 0.0)
+        if difference > MOST_NUMERIC_DIFFERENCE and not self._numerics_differ:
+            self.worker.say(
+                "numerics",
+                f"update {self.update + 1}: log-probs of generators and trainer differ by {difference:.2g} under the "
+                f"same weights, expected at most {MOST_NUMERIC_DIFFERENCE}; compare act and evaluate of the policy",
+            )
+        self._numerics_differ = difference > MOST_NUMERIC_DIFFERENCE
 
     def _commit(self, chosen: list[Held], data: bytes, *, skipped: bool) -> None:
         weights = self._describe_weights(data)

@@ -93,3 +93,21 @@ def test_demonstrations_stay_where_they_are_imitated_beside_the_update(make: Mak
         )
         learner = make_learner(changed, SPECIFICATION, CPU, print)
         assert (learner.demonstrations is not None) is (coefficient > 0)
+
+
+def test_generators_whose_numerics_differ_from_the_trainers_are_told_of_once(make: Make, run: Run) -> None:
+    bench = make(updates=9)
+    trainer = bench.trainer()
+
+    def told() -> list[str]:
+        return [text for kind, text in run.events() if kind == "numerics"]
+
+    bench.feed()
+    assert trainer.step(None) and not told()
+    log_std = bench.policy.state_dict()["log_std"]
+    log_std.add_(0.5)  # act is that of other weights than those of the version that it claims
+    for version in (2, 3):
+        bench.feed(version=version)
+        assert trainer.step(None)
+    (sentence,) = told()
+    assert sentence.startswith("update 2: log-probs of generators and trainer differ by ")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from vla_stream import config
 from vla_stream.environments.protocol import Observations
 from vla_stream.learning.advantages import successor_values
 from vla_stream.learning.algorithms import RECIPES, Rollout, looks_first
-from vla_stream.learning.losses import element_mask
+from vla_stream.learning.losses import element_mask, to_elements
 from vla_stream.learning.segments import Segment
 from vla_stream.policies.protocol import Policy
 
@@ -127,6 +128,16 @@ class Samples:
         )
 
 
+class _Look(NamedTuple):
+    """What the weights say that an update starts with: proximal f32[N, H, A] of the N chunk steps to train, whose
+    observations these are; values and successors f32[T, k] (see `algorithms.Rollout`)."""
+
+    observations: Rows
+    proximal: Tensor
+    values: Tensor
+    successors: Tensor
+
+
 def make_samples(
     policy: Policy,
     segment: Segment,
@@ -134,23 +145,69 @@ def make_samples(
     most_rows: int,
     reference: Policy | None = None,
 ) -> Samples:
-    """The samples of one segment by the policy's current weights, evaluated at most `most_rows` at a time.
-
-    Evaluated are the chunk steps to train and, for a critic, only those observations beside them whose value bootstraps
-    a return: those that close the segment without having ended, and those before the reset of truncated rows.
-    """
+    """The samples of one segment by the policy's current weights, evaluated at most `most_rows` at a time."""
     recipe = RECIPES[algorithm.name]
-    steps, rows = segment.steps, segment.rows
+    # Indexing is numpy's: it takes a fraction of torch's time on arrays as small as these.
     trained = recipe.trained(segment).numpy()
+    if looks_first(algorithm):
+        look = _look(policy, segment, trained, most_rows, critic=algorithm.has_critic)
+    else:
+        none = torch.zeros(trained.shape)
+        observations = Rows(segment.observations, *np.nonzero(trained))
+        look = _Look(observations, torch.from_numpy(segment.logprobs[trained]), none, none)
+    actions, extras = segment.actions[trained], {name: array[trained] for name, array in segment.extras.items()}
+    executed, behaviour = (torch.from_numpy(array[trained]) for array in (segment.executed, segment.logprobs))
+    reference_logprobs = behaviour
+    if reference is not None:
+        reference_logprobs, _ = _evaluate(reference, look.observations, actions, extras, most_rows)
+    log_ratios = np.zeros(trained.shape, dtype=np.float32)
+    log_ratios[trained] = to_elements(look.proximal - behaviour, executed, "chunk").numpy()
+    elements = element_mask(torch.from_numpy(segment.executed), actions.shape[-1], algorithm.granularity)
+    credit = recipe.credit(
+        algorithm,
+        Rollout(
+            torch.from_numpy(segment.rewards),
+            torch.from_numpy(segment.terminated),
+            torch.from_numpy(segment.truncated),
+            torch.from_numpy(trained),
+            elements.reshape(*trained.shape, -1).sum(-1),
+            torch.from_numpy(log_ratios),
+            look.values,
+            look.successors,
+        ),
+    )
+    values, advantages, returns, weights, shares = (
+        torch.from_numpy(tensor.numpy()[trained]) for tensor in (look.values, *credit)
+    )
+    return Samples(
+        observations=look.observations,
+        actions=actions,
+        extras=extras,
+        executed=executed,
+        behaviour=behaviour,
+        proximal=look.proximal,
+        reference=reference_logprobs,
+        values=values,
+        advantages=advantages,
+        returns=returns,
+        weights=weights,
+        shares=shares,
+        versions=torch.from_numpy(np.repeat(segment.versions[:, None], segment.rows, axis=1)[trained]),
+    )
+
+
+def _look(policy: Policy, segment: Segment, trained: np.ndarray, most_rows: int, *, critic: bool) -> _Look:
+    """One pass without gradients over the chunk steps to train and, for a critic, over those observations beside them
+    whose value bootstraps a return: those that close the segment without having ended, and those before the reset of
+    truncated rows."""
+    steps, rows = segment.steps, segment.rows
     needed = np.zeros((steps + 1, rows), dtype=bool)
     needed[:-1] |= trained
-    final, final_index = segment.final, segment.final_index
-    if algorithm.has_critic:
+    final, final_index = (segment.final, segment.final_index) if critic else (None, segment.final_index[:0])
+    if critic:
         bootstraps = trained & ~segment.terminated
         bootstraps[final_index[:, 0], final_index[:, 1]] = False
         needed[1:] |= bootstraps
-    else:
-        final, final_index = None, final_index[:0]
     t, row = np.nonzero(needed)
     on_grid = len(t)
     source, source_row, sources = t, row, list(segment.observations)
@@ -162,56 +219,15 @@ def make_samples(
     observations = Rows(sources, source, source_row)
     # An observation without a decision of its own is evaluated with a neighbour's: only its value is used.
     decision = (np.minimum(t, steps - 1), row)
-    actions = segment.actions[decision]
     extras = {name: array[decision] for name, array in segment.extras.items()}
-    logprobs, values = torch.from_numpy(segment.logprobs[decision]), torch.zeros(len(t))
-    if looks_first(algorithm):
-        logprobs, values = _evaluate(policy, observations, actions, extras, most_rows)
+    logprobs, values = _evaluate(policy, observations, segment.actions[decision], extras, most_rows)
+    grid_values = np.zeros((steps + 1, rows), dtype=np.float32)
+    grid_values[needed] = values[:on_grid].numpy()
+    grid = torch.from_numpy(grid_values)
+    successors = successor_values(grid[:-1], grid[-1], values[on_grid:], torch.from_numpy(final_index))
     # np.nonzero and boolean indexing both go through [T, k] in time order, so these rows line up with `[trained]`.
     chosen = np.nonzero(np.concatenate([trained, np.zeros((1, rows), dtype=bool)])[needed])[0]
-    observations, actions = observations.take(chosen), actions[chosen]
-    extras = {name: array[chosen] for name, array in extras.items()}
-    # Indexing is numpy's: it takes a fraction of torch's time on arrays as small as these.
-    proximal, behaviour = logprobs.numpy()[chosen], segment.logprobs[trained]
-    executed = segment.executed[trained]
-    reference_logprobs = torch.from_numpy(behaviour)
-    if reference is not None:
-        reference_logprobs, _ = _evaluate(reference, observations, actions, extras, most_rows)
-
-    grid_values, log_ratios = np.zeros((steps + 1, rows), np.float32), np.zeros((steps, rows), np.float32)
-    grid_values[needed] = values[:on_grid].numpy()
-    log_ratios[trained] = np.where(executed[..., None], proximal - behaviour, 0).sum((1, 2))
-    grid = torch.from_numpy(grid_values)
-    elements = element_mask(torch.from_numpy(segment.executed), segment.actions.shape[-1], algorithm.granularity)
-    credit = recipe.credit(
-        algorithm,
-        Rollout(
-            torch.from_numpy(segment.rewards),
-            torch.from_numpy(segment.terminated),
-            torch.from_numpy(segment.truncated),
-            torch.from_numpy(trained),
-            elements.reshape(steps, rows, -1).sum(-1),
-            torch.from_numpy(log_ratios),
-            grid[:-1],
-            successor_values(grid[:-1], grid[-1], values[on_grid:], torch.from_numpy(final_index)),
-        ),
-    )
-    advantages, returns, weights, shares = (torch.from_numpy(tensor.numpy()[trained]) for tensor in credit)
-    return Samples(
-        observations=observations,
-        actions=actions,
-        extras=extras,
-        executed=torch.from_numpy(executed),
-        behaviour=torch.from_numpy(behaviour),
-        proximal=torch.from_numpy(proximal),
-        reference=reference_logprobs,
-        values=torch.from_numpy(grid_values[:-1][trained]),
-        advantages=advantages,
-        returns=returns,
-        weights=weights,
-        shares=shares,
-        versions=torch.from_numpy(np.repeat(segment.versions[:, None], rows, axis=1)[trained]),
-    )
+    return _Look(observations.take(chosen), torch.from_numpy(logprobs.numpy()[chosen]), grid[:-1], successors)
 
 
 def why_not_trainable(samples: Samples, ticket: int) -> str | None:

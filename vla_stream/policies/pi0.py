@@ -32,7 +32,6 @@ from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vla_stream.config import PlainPath, Section
 from vla_stream.environments.protocol import Observations, Specification
 from vla_stream.errors import InputError
 from vla_stream.policies import flow_matching as flow
@@ -41,6 +40,7 @@ from vla_stream.policies.partly_trained import PartlyTrained
 from vla_stream.policies.protocol import Act, Evaluation, row_noise
 from vla_stream.policies.recompute import recompute
 from vla_stream.policies.vlm_inputs import Prompts, chosen_cameras, fit_images
+from vla_stream.sections import PlainPath, Section
 
 _LABEL_TIMES = (1.5, 1.0)  # of the Beta distribution that imitation draws its times from, and …
 _LABEL_SCALE, _LABEL_OFFSET = 0.999, 0.001  # … how they are mapped: both are π0's
