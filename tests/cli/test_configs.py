@@ -32,18 +32,14 @@ GRPO = CONFIGS / "grpo.yaml"  # on top of the quick start, whose critic it does 
 
 @pytest.mark.parametrize("path", sorted({*CONFIGS.glob("*.yaml")} - {*POLICIES, GRPO}), ids=lambda path: path.stem)
 def test_every_config_is_valid_alone_and_under_every_policy(path: Path) -> None:
-    assert checked(path).endswith("the config is valid
-")
+    assert checked(path).endswith("the config is valid\n")
     for policy in POLICIES:
         said = checked(path, policy)
-        assert f"name: {policy.stem}
-" in said and said.endswith("the config is valid
-")
+        assert f"name: {policy.stem}\n" in said and said.endswith("the config is valid\n")
 
 
 def test_another_algorithm_goes_on_top_of_the_quick_start() -> None:
-    assert checked(CONFIGS / "quickstart.yaml", GRPO).endswith("the config is valid
-")
+    assert checked(CONFIGS / "quickstart.yaml", GRPO).endswith("the config is valid\n")
 
 
 @pytest.mark.parametrize("name", ["libero-pi05", "libero-groot", "metaworld", "robocasa", "maniskill"])

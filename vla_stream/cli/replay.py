@@ -40,6 +40,7 @@ def replay(run: str, update: int, runs_dir: Path) -> None:
     torch.set_num_threads(config.trainer.threads)
     learner = make_learner(config, record.specification, torch_device(config.trainer.device), click.echo)
     learner.load_state(record.before)
+    learner.version = record.version
     for segment in record.segments:
         learner.add(segment)
     result = learner.finish(record.version)
