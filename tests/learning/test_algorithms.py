@@ -140,14 +140,16 @@ def test_options_that_another_option_switches_off_are_known_as_unused(
 # ---- the losses, by their equations
 
 
-def one_pass(learner: Learner, segments: list[Segment], version: int = 3) -> tuple[Tensor, dict[str, Tensor], Samples]:
-    """Loss and sums of all samples before the first optimiser step."""
+def one_pass(
+    learner: Learner, segments: list[Segment], version: int = 3, policy: Toy | None = None
+) -> tuple[Tensor, dict[str, Tensor], Samples]:
+    """Loss and sums of all samples before the first optimiser step, or under a policy that has moved since."""
     samples = Samples.concatenate([sampled(learner, segment) for segment in segments])
     advantages = samples.advantages
     if learner.algorithm.has_critic:
         advantages = normalise(advantages)
     terms, sums = objective.evaluate(
-        learner.policy, learner.algorithm, samples, advantages, torch.device("cpu"), version
+        policy or learner.policy, learner.algorithm, samples, advantages, torch.device("cpu"), version
     )
     return objective.mean(terms), sums, samples
 
@@ -314,16 +316,19 @@ def test_appo_on_policy_with_open_caps_is_ppo_with_one_step_targets() -> None:
 
 
 def test_truncated_importance_sampling_has_the_gradient_of_its_equation() -> None:
+    """Its weight is that of the weights as they are, also after some steps of the update."""
     learner = learner_of("ppo", options={"correction": "tis", "behaviour_weight_cap": 1.2, "value_coefficient": 0.0})
-    loss, _, samples = one_pass(learner, GROUPS)
-    got = torch.autograd.grad(loss, learner.policy.log_std)[0]
-    policy = Toy()
-    evaluation = policy.evaluate(samples.observations.gather(), samples.actions, {})
+    moved = Toy()
+    with torch.no_grad():
+        moved.action.bias += 0.3
+    loss, _, samples = one_pass(learner, GROUPS, policy=moved)
+    got = torch.autograd.grad(loss, moved.log_std)[0]
+    evaluation = moved.evaluate(samples.observations.gather(), samples.actions, {})
     new, old = evaluation.logprobs.sum(-1), samples.behaviour.sum(-1)
     weight = torch.minimum((new - old).exp(), torch.tensor(1.2)).detach()
     advantages = normalise(samples.advantages)[:, None]
     expected = -(weight * advantages * new)[samples.executed].mean()
-    torch.testing.assert_close(got, torch.autograd.grad(expected, policy.log_std)[0], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(got, torch.autograd.grad(expected, moved.log_std)[0], rtol=1e-4, atol=1e-6)
 
 
 def test_without_correction_old_data_weighs_as_if_it_were_new() -> None:
