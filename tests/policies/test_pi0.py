@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from vla_stream.environments.protocol import Observations, Specification
 from vla_stream.errors import InputError
 from vla_stream.plugins import POLICIES, load_class, parse_options
+from vla_stream.policies import pi0_network
 from vla_stream.policies.pi0 import Pi0
 from vla_stream.policies.protocol import GroundedPolicy, NormalisedPolicy, Policy
 
@@ -573,10 +574,11 @@ def test_a_folder_that_is_no_whole_pi0_is_told_in_one_line_before_it_is_loaded(
         (Specification({}, 8, 3), 4, "policy.options.cameras: no camera, expected one or more"),
     ],
 )
-def test_an_environment_that_does_not_fit_is_told_in_one_line(
-    saved: tuple[Path, Pi0], specification: Specification, chunk: int, line: str
+def test_an_environment_that_does_not_fit_is_told_in_one_line_and_the_weights_are_not_even_read(
+    saved: tuple[Path, Pi0], specification: Specification, chunk: int, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, _ = saved
+    monkeypatch.delattr(pi0_network, "build")
     with pytest.raises(InputError) as caught:
         make(specification, chunk, checkpoint=str(folder))
     assert line in str(caught.value) and "\n" not in str(caught.value)

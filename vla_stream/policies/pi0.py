@@ -118,17 +118,17 @@ class Pi0(PartlyTrained):
         super().__init__()
         self._options, self._specification, self._chunk = options, specification, chunk
         self._cameras = chosen_cameras(options.cameras, specification)
-        self.network, tokenizer = (
-            pi0_network.load(options.checkpoint) if options.checkpoint else pi0_network.tiny(chunk)
-        )
-        self._config = self.network.config
+        self._config = pi0_network.read_config(options.checkpoint, chunk)
         _check_fit(self._config, specification, chunk)
+        self._set_statistics(specification)
+        # Minutes: what can be wrong has been looked at before.
+        self.network = pi0_network.build(self._config, options.checkpoint)
         vision = self._config.vlm_config.vision_config
         self._image_size: int = vision.image_size
         image_tokens = len(self._cameras) * (vision.image_size // vision.patch_size) ** 2
         text = self._config.vlm_config.text_config
         first = [self._config.vlm_config.image_token_id] * image_tokens + [text.bos_token_id]
-        self._prompts = Prompts(tokenizer, first, options.words, text.pad_token_id)
+        self._prompts = Prompts(pi0_network.tokenizer(options.checkpoint), first, options.words, text.pad_token_id)
         pi0_network.choose_trained(self.network, options.train, options.lora_rank)
         width = self._config.dit_config.hidden_size
         self.value_head = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, 1))
@@ -138,7 +138,6 @@ class Pi0(PartlyTrained):
             self.noise_head = nn.Linear(width, self._config.max_action_dim)
             self.log_std_range: Tensor
             self.register_buffer("log_std_range", torch.tensor(options.learned_std).log(), persistent=False)
-        self._set_statistics(specification)
         self.close_base()
         if options.gradient_checkpointing:
             for layer in pi0_network.layers(self.network):

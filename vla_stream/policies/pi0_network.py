@@ -22,38 +22,22 @@ _TINY_SEED = 0
 _SPECIAL = ("<pad>", "<eos>", "<bos>")  # 0, 1, 2, as in Gemma
 
 
-def load(folder: Path) -> tuple[Any, Any]:
-    """The network and the tokenizer of a folder that pretrained.py checked. Raises InputError for missing weights."""
-    from tokenizers import Tokenizer
-    from transformers import PI0ForConditionalGeneration
+def read_config(folder: Path | None, chunk: int) -> Any:
+    """A PI0Config: that of a folder which pretrained.py checked, or of the tiny network for such chunks."""
+    from transformers import PI0Config
 
-    # float32 also where they were saved in bfloat16: there the steps of a small learning rate would round to nothing.
-    network, about = PI0ForConditionalGeneration.from_pretrained(
-        folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
-    )
-    lost = sorted(about["missing_keys"])
-    if lost:
-        raise InputError(f"{folder}: lacks {len(lost)} weights, first {lost[0]}, expected a whole π0; copy it anew")
-    return network, Tokenizer.from_file(str(folder / pretrained.TOKENIZER))
-
-
-def tiny(chunk: int) -> tuple[Any, Any]:
-    """A network of the same architecture, its weights always the same; its tokens are bytes."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PI0Config, PI0ForConditionalGeneration
-
-    alphabet = [*_SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE(vocab={text: index for index, text in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if folder is not None:
+        return PI0Config.from_pretrained(folder, local_files_only=True)
     layers = {"num_hidden_layers": 2, "num_attention_heads": 2}
     language = layers | {"num_key_value_heads": 1, "head_dim": 32}  # both share keys and values
-    config = PI0Config(
+    tokens = len(_alphabet())
+    return PI0Config(
         vlm_config={
             "model_type": "paligemma",
-            "image_token_id": len(alphabet),
+            "image_token_id": tokens,
             "projection_dim": 64,
             "text_config": language
-            | {"model_type": "gemma", "hidden_size": 64, "intermediate_size": 128, "vocab_size": len(alphabet)},
+            | {"model_type": "gemma", "hidden_size": 64, "intermediate_size": 128, "vocab_size": tokens},
             "vision_config": layers
             | {"model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 64}
             | {"image_size": 32, "patch_size": 8, "vision_use_head": False},
@@ -61,9 +45,43 @@ def tiny(chunk: int) -> tuple[Any, Any]:
         dit_config=language | {"model_type": "gemma", "hidden_size": 32, "intermediate_size": 64},
         chunk_size=chunk,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(_TINY_SEED)
-        return PI0ForConditionalGeneration(config), tokenizer
+
+
+def build(config: Any, folder: Path | None) -> Any:
+    """The network with the weights of the folder, or with random ones, always the same. Raises InputError for missing
+    weights."""
+    from transformers import PI0ForConditionalGeneration
+
+    if folder is None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(_TINY_SEED)
+            return PI0ForConditionalGeneration(config)
+    # float32 also where they were saved in bfloat16: there the steps of a small learning rate would round to nothing.
+    network, about = PI0ForConditionalGeneration.from_pretrained(
+        folder, config=config, dtype=torch.float32, local_files_only=True, output_loading_info=True
+    )
+    lost = sorted(about["missing_keys"])
+    if lost:
+        raise InputError(f"{folder}: lacks {len(lost)} weights, first {lost[0]}, expected a whole π0; copy it anew")
+    return network
+
+
+def tokenizer(folder: Path | None) -> Any:
+    """The folder's, or one whose tokens are bytes."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    if folder is not None:
+        return Tokenizer.from_file(str(folder / pretrained.TOKENIZER))
+    made = Tokenizer(models.BPE(vocab={text: index for index, text in enumerate(_alphabet())}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return made
+
+
+def _alphabet() -> list[str]:
+    """Names of the tokens of the tiny network."""
+    from tokenizers import pre_tokenizers
+
+    return [*_SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
 
 
 def choose_trained(network: Any, trained: Trained, lora_rank: int) -> None:
