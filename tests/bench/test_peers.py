@@ -17,6 +17,7 @@ from pixels import SHAPE
 from pixels_parts import Conv
 
 from vla_stream import config as settings
+from vla_stream.broker.lanes import SHM_ROOT
 from vla_stream.cli.signals import Signals
 from vla_stream.environments.protocol import Observations, Specification
 from vla_stream.errors import RunFailed
@@ -35,6 +36,12 @@ start_s = time.time()
 for step in range(1, 4):
     print(f"trained {step * 1024} environment steps at {start_s + step * 0.5:.3f}", flush=True)
     time.sleep(0.05)
+"""
+
+HOLD = """
+import os
+open(f"/dev/shm/torch_{os.getpid()}_1", "w").close()
+time.sleep(60)
 """
 
 
@@ -76,16 +83,23 @@ def test_sample_factory_that_fails_is_told_with_its_last_words(tmp_path: Path, m
         with_fake("sys.exit('no such env')", 5, signals)
 
 
-def test_ctrl_c_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_ends_it_and_leaves_no_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[int] = []
     monkeypatch.setattr(peers, "kill_group", lambda process: (ended.append(process.pid), os.killpg(process.pid, 9)))
 
-    class Asked:
-        asked = True
+    class Once:
+        @property
+        def asked(self) -> bool:
+            """Once it holds shared memory, as sample-factory does."""
+            return bool(held())
+
+    def held() -> list[Path]:
+        mine = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+        return [file for pid in [*mine, *ended] for file in SHM_ROOT.glob(f"torch_{pid}_*")]
 
     with pytest.raises(Interrupted):
-        with_fake("time.sleep(60)", 5, Asked())
-    assert ended and not Path(f"/proc/{ended[0]}").exists()
+        with_fake(HOLD, 5, Once())
+    assert ended and not Path(f"/proc/{ended[0]}").exists() and held() == []
 
 
 @pytest.mark.timeout(170)

@@ -25,6 +25,7 @@ from pixels import ACTIONS, SHAPE, Pixels
 from pixels_parts import Conv
 from report import Spread, machine, number, output_folder, output_option, ratio, table, write_json
 
+from vla_stream.broker.lanes import SHM_ROOT
 from vla_stream.broker.server import MALLOC_ENVIRONMENT
 from vla_stream.cli.signals import Signals
 from vla_stream.environments.protocol import Observations, Specification
@@ -47,7 +48,8 @@ SILENT_S, END_S = 120.0, 20.0  # without a training step, starting included; fro
 ARGUMENTS = (
     *("--device=cpu", "--async_rl=True", "--num_workers=16", "--num_envs_per_worker=2", "--worker_num_splits=2"),
     *("--policy_workers_per_policy=1", "--set_workers_cpu_affinity=False", "--env_frameskip=1"),
-    *("--rollout=32", f"--batch_size={SAMPLES}", "--num_batches_per_epoch=1", "--num_epochs=1"),
+    *("--rollout=32", f"--batch_size={SAMPLES // 4}", "--num_batches_per_epoch=4", "--num_epochs=1"),
+    "--num_batches_to_accumulate=4",
     *("--use_rnn=False", "--encoder_conv_architecture=convnet_simple", "--nonlinearity=relu"),
     *("--normalize_input=False", "--normalize_returns=False", "--obs_subtract_mean=128", "--obs_scale=128"),
     *("--with_wandb=False", "--save_every_sec=100000", "--experiment=peers"),
@@ -171,6 +173,9 @@ def measure_peer(
         finally:
             kill_group(process)
             process.wait()
+            # The memory that its processes share is left behind when it is killed.
+            for file in SHM_ROOT.glob(f"torch_{process.pid}_*"):
+                file.unlink(missing_ok=True)
 
 
 def _follow(process: subprocess.Popen[bytes], log: Path, signals: Signals, updates: int, warm_up: int) -> Measured:
