@@ -40,7 +40,8 @@ for step in range(1, 4):
 
 HOLD = """
 import os
-open(f"/dev/shm/torch_{os.getpid()}_1", "w").close()
+if not os.fork():
+    open(f"/dev/shm/torch_{os.getpid()}_{os.getppid()}", "w").close()
 time.sleep(60)
 """
 
@@ -95,7 +96,7 @@ def test_ctrl_c_ends_it_and_leaves_no_shared_memory(monkeypatch: pytest.MonkeyPa
 
     def held() -> list[Path]:
         mine = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-        return [file for pid in [*mine, *ended] for file in SHM_ROOT.glob(f"torch_{pid}_*")]
+        return [file for pid in [*mine, *ended] for file in SHM_ROOT.glob(f"torch_*_{pid}")]
 
     with pytest.raises(Interrupted):
         with_fake(HOLD, 5, Once())

@@ -19,7 +19,7 @@ from typing import Any
 import click
 import numpy as np
 import torch
-from live import ACCOUNT_S, LOOK_S, Interrupted, Measured, Window, measure, scratch_folder
+from live import ACCOUNT_S, LOOK_S, Interrupted, Measured, Window, cpu_by_process, measure, scratch_folder
 from pipeline import line
 from pixels import ACTIONS, SHAPE, Pixels
 from pixels_parts import Conv
@@ -168,17 +168,22 @@ def measure_peer(
                 env=environment,
                 start_new_session=True,
             )
+        family: set[int] = set()
         try:
-            return _follow(process, log, signals, updates, warm_up)
+            return _follow(process, log, signals, updates, warm_up, family)
         finally:
+            family |= cpu_by_process(process.pid).keys()
             kill_group(process)
             process.wait()
-            # The memory that its processes share is left behind when it is killed.
-            for file in SHM_ROOT.glob(f"torch_{process.pid}_*"):
+            # The memory that its processes share is left behind when it is killed, and now and then when it ends.
+            for file in (file for pid in family for file in SHM_ROOT.glob(f"torch_{pid}_*")):
                 file.unlink(missing_ok=True)
 
 
-def _follow(process: subprocess.Popen[bytes], log: Path, signals: Signals, updates: int, warm_up: int) -> Measured:
+def _follow(
+    process: subprocess.Popen[bytes], log: Path, signals: Signals, updates: int, warm_up: int, family: set[int]
+) -> Measured:
+    """family: gets the process ids of all that it starts."""
     window = Window()
     heard_s = next_look_s = time.monotonic()
     heard: list[tuple[int, float]] = []
@@ -191,6 +196,7 @@ def _follow(process: subprocess.Popen[bytes], log: Path, signals: Signals, updat
         if len(heard) >= warm_up and (now_s >= next_look_s or len(heard) >= warm_up + updates):
             next_look_s = now_s + ACCOUNT_S
             window.look()
+            family |= cpu_by_process(process.pid).keys()
         if signals.asked:
             raise Interrupted
         if (ended and len(heard) < warm_up + updates) or now_s > heard_s + SILENT_S:
