@@ -23,6 +23,7 @@ from vla_stream import config, seeds
 from vla_stream.errors import InputError
 from vla_stream.learning import objective
 from vla_stream.learning.advantages import RunningMoments, normalise
+from vla_stream.learning.beside import Beside
 from vla_stream.learning.cloning import Demonstrations
 from vla_stream.learning.samples import Samples, make_samples, parts, why_not_trainable
 from vla_stream.learning.segments import Segment
@@ -120,6 +121,7 @@ class Learner:
         self.updates_done = 0
         self.version = 0
         self._begun = _Begun()
+        self._beside = Beside(self.device)
         self._streaming = trainer.update == "streaming"
         self._share = trainer.segments_per_update // trainer.optimiser_steps
         self._moments = RunningMoments()
@@ -137,6 +139,7 @@ class Learner:
             ],
             eps=ADAM_EPSILON,
         )
+        self._beside.weights_moved()
         self._rates = [float(group["lr"]) for group in self._optimiser.param_groups]
 
     @property
@@ -151,7 +154,7 @@ class Learner:
         Each segment is evaluated alone, so that the result does not depend on which segments arrived before it.
         """
         begun = self._begun
-        with self._as_it_started():
+        with self._as_it_started(), self._beside.passes():
             most_rows = self.trainer.minibatch_samples
             samples = make_samples(self.policy, segment, self.algorithm, most_rows, self.reference)
         begun.segments.append((segment.ticket, samples.without_inputs() if self._streaming else samples))
@@ -245,6 +248,7 @@ class Learner:
             device = torch.device("cpu") if entry == "step" else self.device
             moments.setdefault(parameters[name], {})[entry] = value.clone().to(device)
         self.policy.load_state_dict(state.policy)
+        self._beside.weights_moved()
         self._optimiser.state.clear()
         self._optimiser.state.update(moments)
         self._moments, self._begun = running, _Begun()
@@ -327,6 +331,7 @@ class Learner:
         if not np.isfinite(norm):
             raise _NotFinite(f"the gradient's norm is {norm} in {place}")
         self._optimiser.step()
+        self._beside.weights_moved()
         return norm
 
     def _imitate(self) -> None:
@@ -372,5 +377,6 @@ class Learner:
         with torch.no_grad():
             for parameter, value in weights:
                 parameter.copy_(value)
+        self._beside.weights_moved()
         self._optimiser.state.clear()
         self._optimiser.state.update(moments)

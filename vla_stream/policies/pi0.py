@@ -39,6 +39,7 @@ from vla_stream.policies import pi0_network, pretrained
 from vla_stream.policies.partly_trained import PartlyTrained
 from vla_stream.policies.protocol import Act, Evaluation, row_noise
 from vla_stream.policies.recompute import recompute
+from vla_stream.policies.transfer import to_device
 from vla_stream.policies.vlm_inputs import Prompts, chosen_cameras, fit_images
 from vla_stream.sections import PlainPath, Section
 
@@ -333,7 +334,7 @@ class Pi0(PartlyTrained):
         return torch.autocast(self.action_std.device.type, torch.bfloat16, enabled=self.low_precision)
 
     def _host(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.action_std.device, non_blocking=True)
+        return to_device(array, self.action_std.device)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return self._host(array).to(self.action_std.dtype)

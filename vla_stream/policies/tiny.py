@@ -30,6 +30,7 @@ from vla_stream.config import Section
 from vla_stream.environments.protocol import Observations, Specification
 from vla_stream.errors import InputError
 from vla_stream.policies.protocol import Act, Evaluation, row_noise
+from vla_stream.policies.transfer import to_device
 
 _PATCH = 4
 _SMALLEST_IMAGE = 16
@@ -178,7 +179,7 @@ class Tiny(nn.Module):
         return self.log_std.clamp(min=self._log_min_std)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.log_std.device, non_blocking=True)
+        return to_device(array, self.log_std.device)
 
 
 class _Block(nn.Module):
