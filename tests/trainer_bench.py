@@ -13,7 +13,7 @@ from live_run import Run
 from vla_stream.broker.lanes import ShmLane, segment_name
 from vla_stream.config import Config
 from vla_stream.environments.protocol import Observations
-from vla_stream.flow import Permit
+from vla_stream.flow import LastSeen, Permit
 from vla_stream.learning.segments import Segment
 from vla_stream.policies.protocol import Policy
 from vla_stream.streams.observations import pack_observations
@@ -91,6 +91,18 @@ class Bench:
         for permit in permits:
             self.publish(permit, version, **options)
         return permits
+
+    def seen(self) -> LastSeen:
+        """What a launcher remembers of the run."""
+        state = self.run.flow.state()
+        assert state is not None
+        return LastSeen(state, self.run.flow.books())
+
+    def lose_everything(self, seen: LastSeen) -> str:
+        """What a flush and the launcher's answer to it leave; returns the new generation."""
+        self.client.delete(*self.client.scan_iter(match=self.run.keys.everything_pattern))
+        assert self.run.flow.create(self.config, seen)
+        return self.seen().state.generation
 
     def waiting(self) -> int:
         return int(self.client.xlen(self.run.keys.trajectories))

@@ -12,26 +12,17 @@ from typing import Any
 import pytest
 import torch
 from live_run import Run, in_use
-from trainer_bench import A, Bench, H, K, Make, T
+from trainer_bench import A, H, K, Make, T
 
 from vla_stream.broker.connection import UNREACHABLE
 from vla_stream.broker.scripts import Script
 from vla_stream.errors import Expired, Hopeless, InputError
-from vla_stream.flow import LastSeen, Permit
+from vla_stream.flow import Permit
 from vla_stream.learning import checkpoint
 from workers import trainer as trainer_module
 from workers.history import trained_tickets
 
 original_save = checkpoint.save
-
-
-def lose_everything(bench: Bench, seen: LastSeen) -> str:
-    """What a flush and the launcher's answer to it leave; returns the new generation."""
-    bench.client.delete(*bench.client.scan_iter(match=bench.run.keys.everything_pattern))
-    assert bench.run.flow.create(bench.config, seen)
-    state = bench.run.flow.state()
-    assert state is not None
-    return state.generation
 
 
 def test_a_trainer_starts_with_weights_as_version_1_and_a_first_checkpoint(make: Make, run: Run) -> None:
@@ -383,15 +374,13 @@ def test_with_ack_checkpoint_a_full_disk_is_waited_for(make: Make, run: Run, mon
 def test_no_version_names_two_weights_although_server_and_checkpoint_remember_older_ones(make: Make, run: Run) -> None:
     bench = make(updates=10, trainer__checkpoint_every=5)
     trainer = bench.trainer()
-    state = run.flow.state()
-    assert state is not None
-    seen = LastSeen(state, run.flow.books())
+    seen = bench.seen()
     for _ in range(3):
         bench.feed(version=trainer.version)
         assert trainer.step(None)
     assert trainer.version == 4
     # The launcher was frozen for these three updates, the server loses everything, and the trainer dies with it.
-    lose_everything(bench, seen)
+    bench.lose_everything(seen)
     again = bench.trainer()
     assert (again.update, again.version) == (0, 5)
 
@@ -404,9 +393,7 @@ def test_a_trained_segment_that_a_simulator_registers_anew_after_a_flush_is_not_
     trainer = bench.trainer()
     permits = bench.feed()
     assert trainer.step(None)
-    state = run.flow.state()
-    assert state is not None
-    generation = lose_everything(bench, LastSeen(state, run.flow.books()))
+    generation = bench.lose_everything(bench.seen())
     # Its simulator was frozen: it never heard that its segment was added, nor that it was trained.
     assert run.flow.register(generation, [permits[0].member], 30.0) == 1
     bench.publish(permits[0])
@@ -658,10 +645,8 @@ def test_weights_of_an_update_that_a_lost_server_did_not_take_expire(
     bench = make(updates=10)
     trainer = bench.trainer()
     bench.feed()
-    state = run.flow.state()
-    assert state is not None
-    seen, finish = LastSeen(state, run.flow.books()), trainer.learner.finish
-    monkeypatch.setattr(trainer.learner, "finish", lambda version: (lose_everything(bench, seen), finish(version))[1])
+    seen, finish = bench.seen(), trainer.learner.finish
+    monkeypatch.setattr(trainer.learner, "finish", lambda version: (bench.lose_everything(seen), finish(version))[1])
     assert trainer.step(None) and trainer.version == 2
     trainer.start_anew()
     manifest = bench.weights()

@@ -15,7 +15,6 @@ from torch import Tensor
 from trainer_bench import CPU, SPECIFICATION, Bench, K, Make, T
 
 from vla_stream.environments.protocol import Observations
-from vla_stream.flow import LastSeen
 from vla_stream.learning import checkpoint
 from vla_stream.learning.segments import Segment
 from vla_stream.policies.protocol import Evaluation
@@ -114,11 +113,7 @@ def test_when_the_server_loses_the_run_what_was_half_trained_is_forgotten(
     bench.feed(1)
     assert not trainer.step(None)
     assert watch.rows == ROWS and same(before, weights(trainer)) is (steps == 1)
-    state = run.flow.state()
-    assert state is not None
-    seen = LastSeen(state, run.flow.books())
-    run.client.delete(*run.client.scan_iter(match=run.keys.everything_pattern))
-    assert run.flow.create(bench.config, seen)
+    bench.lose_everything(bench.seen())
     trainer.start_anew()
     assert same(before, weights(trainer))
     run.client.hset(run.keys.flow, "hold_until_ms", 0)
@@ -140,11 +135,7 @@ def test_what_is_begun_before_a_commit_that_the_server_does_not_take_is_forgotte
     assert trainer.step(None) and watch.tickets == [1, 2, 3] and len(trainer._added) == 1
     after = weights(trainer)
     monkeypatch.undo()
-    state = run.flow.state()
-    assert state is not None
-    seen = LastSeen(state, run.flow.books())
-    run.client.delete(*run.client.scan_iter(match=run.keys.everything_pattern))
-    assert run.flow.create(bench.config, seen)
+    bench.lose_everything(bench.seen())
     trainer.start_anew()
     assert trainer.update == 1 and trainer._added == {} and same(after, weights(trainer))
     books = run.flow.books()
