@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from vla_stream.batching import padded_size
-from vla_stream.broker.connection import Client
+from vla_stream.broker.connection import UNREACHABLE, Client, ResponseError
 from vla_stream.config import Config
 from vla_stream.environments.protocol import Observations, Specification
 from vla_stream.errors import BadMessage, RunFailed
@@ -206,11 +206,12 @@ class Stages:
         return answers
 
     def pass_on(self, answers: Answers) -> None:
-        """While nothing waits for the device, its own thread sends the answers: no other has to wake up for them."""
+        """While nothing waits for the device, its own thread sends the answers: no other has to wake up for them. Once:
+        where Redis is out of reach, the other one waits for it, and does not take the device for hanging meanwhile."""
         if self.batches.empty():
-            self.generator.worker.patiently(lambda: self.generator.answer(answers))
-        else:
-            self.hand_over(answers)
+            with contextlib.suppress(*UNREACHABLE, ResponseError):
+                return self.generator.answer(answers)
+        self.hand_over(answers)
 
     def hand_over(self, answers: Answers) -> None:
         while self.error is None:

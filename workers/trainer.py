@@ -187,7 +187,10 @@ class Trainer:
         if follows and self._held and not self._checkpoint_due:
             oldest = next(iter(self._held.values()))
             if not self.intake.is_stale(oldest, self.version):
-                self._add(1)
+                try:
+                    self._add(1)
+                except Exception:
+                    self._begin_anew()  # the update at hand comes first; the next step meets it again
 
     def _add(self, most: int) -> None:
         """Give the learner those held segments that the next update is sure to consume, in its order, until it has
@@ -211,7 +214,7 @@ class Trainer:
         """The next update begins anew: what the learner has of it is forgotten, and its segments are held as before."""
         self.learner.discard()
         self.intake.held = self._added | self._held
-        self._added = {}
+        self._added, self._adding_s = {}, 0.0
 
     def _miss(self) -> None:
         """Segments that were published and whose entries are gone must not count as outstanding for ever; and where the
@@ -231,7 +234,17 @@ class Trainer:
             return  # where another trainer has taken over, or the server lost more than weights, others see to it
         if self._kept:
             self._save_checkpoint()  # taking over releases what was kept for one
-        self._take_over(self._trained, self._skipped, self._weights.data)
+            if self._kept:
+                return  # the disk is full: it is tried again
+        data = self._weights.data
+
+        def take_over() -> bool:
+            self._take_over(self._trained, self._skipped, data)
+            return True
+
+        # As a whole: half of it, and the server has another epoch than this trainer.
+        if not self.worker.patiently(take_over):
+            raise RunFailed("told to end while Redis was unreachable and its weights were published anew")
         self.worker.say("weights", f"{lost} is gone from the server; they are published anew as version {self.version}")
 
     # ---- updating
@@ -263,7 +276,7 @@ class Trainer:
             "staleness_max": max(staleness),
             "above_eta": sum(s > self.config.flow.max_staleness for s in staleness) / len(staleness),
             "skipped": float(result.skipped is not None),
-            "update_s": time.monotonic() - started_s,
+            "update_s": time.monotonic() - started_s - self._adding_s,  # without the next one's beginning
             "wait_s": waited_s,
             **self.outcomes.summary(self.version),
             **result.metrics,
@@ -276,6 +289,7 @@ class Trainer:
         if self._checkpoint_due:
             self._save_checkpoint()
         self._waiting_since_s = self.intake.last_data_s = time.monotonic()
+        self._adding_s = 0.0
 
     @property
     def _checkpoint_due(self) -> bool:

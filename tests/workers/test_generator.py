@@ -36,6 +36,7 @@ from vla_stream.streams.weights import WeightsManifest
 from workers.generator import Generator, Stages
 from workers.models import make_policy
 from workers.replies import Replies
+from workers.requests import Answers, Batch
 from workers.weights import WeightsWriter, to_bytes
 
 H, A = 2, 2
@@ -235,6 +236,33 @@ def test_a_device_that_cannot_hold_the_largest_batch_says_so_before_the_first_re
     monkeypatch.setattr(generator.policy, "act", out_of_memory)
     with pytest.raises(RunFailed, match=r"no inference for \d+ rows .*no room on the device; see generators.max_batch"):
         generator.warm_up(SPECIFICATION)
+
+
+def test_answers_that_redis_does_not_take_do_not_hold_the_device_up(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make(generators__max_wait_ms=0)
+    generator = bench.generator()
+    stages, send, tries = Stages(generator), generator.answerer.send, list[str]()
+
+    def unreachable(answers: Answers) -> None:
+        tries.append(threading.current_thread().name)
+        if len(tries) <= 2:
+            raise UNREACHABLE[0]("injected")
+        send(answers)
+
+    monkeypatch.setattr(generator.answerer, "send", unreachable)
+    try:
+        request = bench.request(1)
+        batches = list[Batch]()
+        bench.until(lambda: batches or [batches.append(batch) for batch in [stages.next_batch(0.01)] if batch])
+        stages.pass_on(stages.infer(batches[0]))
+        assert tries[0] == threading.current_thread().name
+        bench.until(lambda: request in [str(reply.id) for reply in bench.replies()])
+        assert tries[1:] == ["answer", "answer"] and stages.error is None
+        bench.until(lambda: stages.empty)
+    finally:
+        stages.stop.set()
 
 
 def test_a_generator_whose_device_is_busy_leaves_requests_to_others_until_it_is_nearly_free(make: Make) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -140,6 +141,41 @@ def test_what_is_begun_before_a_commit_that_the_server_does_not_take_is_forgotte
     assert trainer.update == 1 and trainer._added == {} and same(after, weights(trainer))
     books = run.flow.books()
     assert (books.outcomes["lost_with_server"], books.balance) == (3, 0)
+
+
+def test_a_segment_that_cannot_be_begun_does_not_cost_the_update_before_it(
+    make: Make, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make(**STREAMING)
+    trainer = bench.trainer()
+    bench.feed(3)
+    add, tickets = trainer.learner.add, list[int]()
+
+    def no_room(segment: Segment) -> None:
+        tickets.append(segment.ticket)
+        if len(tickets) == 3:
+            raise RuntimeError("no room on the device")
+        add(segment)
+
+    monkeypatch.setattr(trainer.learner, "add", no_room)
+    assert trainer.step(None) and tickets == [1, 2, 3]
+    assert run.flow.books().outcomes["trained"] == 2 and list(trainer._held) == ["3.1"]
+    bench.feed(1, version=2)
+    assert trainer.step(None) and tickets == [1, 2, 3, 3, 4]
+
+
+def test_times_of_updates_do_not_overlap(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = make(**STREAMING, flow__max_staleness=3)
+    trainer = bench.trainer()
+    add = trainer.learner.add
+    monkeypatch.setattr(trainer.learner, "add", lambda segment: (time.sleep(0.1), add(segment)))
+    bench.feed(7)
+    began_s = time.monotonic()
+    for _ in range(3):
+        assert trainer.step(None)
+    samples = bench.samples()
+    assert all(sample["wait_s"] >= 0 and sample["update_s"] >= 0.1 for sample in samples)
+    assert sum(sample["wait_s"] + sample["update_s"] for sample in samples) <= time.monotonic() - began_s
 
 
 def test_an_update_with_a_checkpoint_begins_nothing_that_it_would_forget(

@@ -399,6 +399,32 @@ def test_f44_weights_that_no_generator_could_load_any_more_are_published_anew(ma
     assert books.outcomes["trained"] == 4 and books.balance == 0
 
 
+def test_f44_a_connection_that_is_cut_while_weights_are_published_anew_does_not_fence_their_trainer_off(
+    make: Make, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make(policy=five_mb(run), updates=9, flow={"lease_s": 0.05})
+    trainer = bench.trainer()
+    resume, tries = trainer.flow.resume, list[int]()
+
+    def cut(*arguments: Any) -> None:
+        tries.append(1)
+        if len(tries) == 1:
+            raise UNREACHABLE[0]("before it was sent")
+        resume(*arguments)
+        if len(tries) == 2:
+            raise UNREACHABLE[0]("after it was done")
+
+    monkeypatch.setattr(trainer.flow, "resume", cut)
+    run.client.delete(run.keys.weights)
+    trainer._mend_weights()
+    state = run.flow.state()
+    assert state is not None and len(tries) == 3
+    assert (state.epoch, state.version) == (trainer.epoch, trainer.version) == (trainer.intake.epoch, state.version)
+    assert newest_of(run, bench.policy)[0] == trainer.version
+    bench.feed(version=trainer.version)
+    assert trainer.step(None) and run.flow.books().balance == 0
+
+
 def test_a_trainer_that_was_replaced_does_not_mend_weights(make: Make, run: Run) -> None:
     bench = make(policy=five_mb(run), flow={"lease_s": 0.05})
     replaced = bench.trainer()
