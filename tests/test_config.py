@@ -373,6 +373,14 @@ def test_an_option_that_the_algorithm_does_not_use_is_refused_with_the_remedy(
     assert problems_of(EPISODES | {"algorithm": algorithm}) == [line]
 
 
+def test_a_bound_of_the_kl_to_a_guessed_policy_is_refused_and_told_how_to_keep_either() -> None:
+    (line,) = problems_of(MINIMAL | {"algorithm": {"max_kl": 0.01, "proximal": "interpolated"}})
+    assert "algorithm.max_kl is 0.01 but algorithm.proximal is interpolated" in line
+    assert line.endswith("remove max_kl, or set proximal to recomputed")
+    for works in ({"max_kl": 0.01}, {"proximal": "interpolated"}, {"max_kl": None, "proximal": "interpolated"}):
+        assert validate(MINIMAL | {"algorithm": works}).algorithm.problems() == []
+
+
 @pytest.mark.parametrize("name", ["grpo", "rloo", "rft"])
 def test_an_algorithm_without_critic_wants_whole_episodes_and_no_settings_of_one(name: str) -> None:
     data = EPISODES | {"algorithm": {"name": name}}

@@ -117,6 +117,11 @@ class Algorithm(Section):
         return self.name in ("ppo", "appo")
 
     @property
+    def guesses_proximal(self) -> bool:
+        """Whether the proximal policy is interpolated, not evaluated."""
+        return "proximal" in self.used and self.proximal == "interpolated"
+
+    @property
     def compares_rows(self) -> bool:
         """Whether a slot is a group."""
         return self.name in ("grpo", "rloo")
@@ -135,8 +140,14 @@ class Algorithm(Section):
         )
 
     def problems(self) -> list[str]:
-        """One line for each option that is set and not used."""
-        return [self._why_unused(option) for option in sorted(self.model_fields_set - self.used)]
+        """One line for each option that is set and not used, or that would end every update before it trains."""
+        problems = [self._why_unused(option) for option in sorted(self.model_fields_set - self.used)]
+        if self.guesses_proximal and self.max_kl is not None:
+            problems.append(
+                f"algorithm.max_kl is {self.max_kl} but algorithm.proximal is interpolated, which differs from the "
+                "policy that an update starts with; remove max_kl, or set proximal to recomputed"
+            )
+        return problems
 
     def _why_unused(self, option: str) -> str:
         remove = f"algorithm.{option} is set but algorithm."

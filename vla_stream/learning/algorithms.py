@@ -83,8 +83,9 @@ class Recipe(NamedTuple):
 
 def looks_first(algorithm: Algorithm) -> bool:
     """Whether samples need a pass without gradients before the update, for V or π_prox."""
-    guessed = "proximal" in algorithm.used and algorithm.proximal == "interpolated"
-    return algorithm.has_critic or (RECIPES[algorithm.name].policy_losses is not None and not guessed)
+    return algorithm.has_critic or (
+        RECIPES[algorithm.name].policy_losses is not None and not algorithm.guesses_proximal
+    )
 
 
 # ---- which chunk steps

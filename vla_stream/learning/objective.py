@@ -81,7 +81,7 @@ def _policy_gradient(
 
     logprobs, behaviour = elements(evaluation.logprobs), elements(samples.behaviour)
     proximal, entropy = elements(samples.proximal), elements(evaluation.entropy)
-    if "proximal" in algorithm.used and algorithm.proximal == "interpolated":
+    if algorithm.guesses_proximal:
         proximal = losses.interpolated_proximal(logprobs, behaviour, spread(samples.versions), version)
     chunk_log_ratios = spread(elements(samples.proximal - samples.behaviour, "chunk"))
     per_element, importance = policy_losses(
