@@ -91,6 +91,19 @@ def test_another_policy_or_environment_comes_without_the_options_of_the_one_befo
     assert load([first], ["environment.name=gymnasium"]).environment.options == {}
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_options_set_beside_a_name_are_kept_in_either_order(order: int, write: Any) -> None:
+    first = write(YAML + "policy: {name: tiny, chunk: 4, options: {words: 6, min_std: 0.1}}\n")
+    overrides = ["policy.options.words=9", "policy.name=pi0"][::order]
+    policy = load([first], overrides).policy
+    assert (policy.name, policy.options) == ("pi0", {"words": 9})
+
+
+def test_options_of_a_file_without_a_name_are_kept_for_the_name_of_a_later_one(write: Any) -> None:
+    nameless = write("policy: {options: {words: 9}}\n", "options.yaml")
+    assert load([nameless, write(YAML)]).policy.options == {"words": 9}
+
+
 def test_set_wins_over_files_and_the_last_set_over_the_first(write: Any) -> None:
     path = write(YAML + "updates: 5\n")
     config = load([path], ["updates=6", "trainer.epochs=2", "updates=7", "broker.lane=redis"])

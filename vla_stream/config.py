@@ -258,8 +258,10 @@ def load(paths: Sequence[Path | str], overrides: Iterable[str] = ()) -> Config:
     try:
         for path in paths:
             _merge(data, _read(Path(path)))
+        set_by_hand: dict[str, Any] = {}
         for override in overrides:
-            _merge(data, _parse_override(override))
+            _merge(set_by_hand, _parse_override(override))
+        _merge(data, set_by_hand)  # at once: options may be set before the name that they belong to
     except RecursionError as exc:
         raise InputError(
             "config: a section that holds itself, expected one of finite depth; remove its *alias"
@@ -479,7 +481,8 @@ def _parse_override(text: str) -> dict[str, Any]:
 def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
     for key, value in new.items():
         if isinstance(value, Mapping) and isinstance(into.get(key), dict):
-            if into[key].get("name") != value.get("name", into[key].get("name")):
+            before = into[key].get("name")
+            if before is not None and value.get("name", before) != before:
                 into[key].pop("options", None)  # they are those of another environment or policy
             _merge(into[key], value)
         else:
