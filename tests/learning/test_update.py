@@ -16,6 +16,7 @@ from vla_stream.learning import checkpoint, losses
 from vla_stream.learning.advantages import normalise
 from vla_stream.learning.samples import Samples
 from vla_stream.learning.update import LearnerState, UpdateResult
+from vla_stream.policies.partly_trained import PartlyTrained
 
 
 def test_seeded_toy_run_gives_the_pinned_losses_and_gets_better() -> None:
@@ -329,3 +330,22 @@ def test_f45_the_checkpoint_of_another_policy_is_refused_before_anything_changes
         learner.load_state(LearnerState(9, {n: t + 1 for n, t in before.policy.items()}, strange))
     after = learner.state()
     assert same(before.policy, after.policy) and after.updates_done == 1
+
+
+class Adapted(Toy, PartlyTrained):
+    """Its frozen parameter is its base."""
+
+    def __init__(self, base: float) -> None:
+        super().__init__()
+        self.frozen.data.fill_(base)
+        self.close_base()
+
+
+def test_a_checkpoint_of_another_base_is_refused_before_anything_changes() -> None:
+    theirs, learner = make_learner(Adapted(base=2.0)), make_learner(Adapted(base=1.0))
+    train(theirs)
+    before = learner.state()
+    with pytest.raises(InputError, match=r"another base.*; use the same policy\.options\.checkpoint"):
+        learner.load_state(theirs.state())
+    assert same(before.policy, learner.state().policy) and learner.state().optimiser == {}
+    assert learner.updates_done == 0

@@ -328,9 +328,9 @@ def test_only_what_is_trained_travels_and_it_lands_on_its_own_base_only(train: s
     np.testing.assert_array_equal(
         twin.act(look(2), keys(2)).actions, policy.act(look(2), keys(2)).actions, "the same weights"
     )
-    with pytest.raises(RuntimeError, match="another base"):
+    with pytest.raises(InputError, match="another base"):
         twin.load_state_dict(state | {"base_digest": state["base_digest"] + 1})
-    with pytest.raises(RuntimeError, match=r"1 weights are missing, or not trained here, first: value_head\.0\.bias"):
+    with pytest.raises(InputError, match=r"1 weights are missing, or not trained here, first: value_head\.0\.bias"):
         twin.load_state_dict({name: tensor for name, tensor in state.items() if name != "value_head.0.bias"})
 
 

@@ -14,6 +14,8 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from vla_stream.errors import InputError
+
 
 class PartlyTrained(nn.Module):
     """Base of such a policy: whoever derives calls `close_base` at the end of its constructor."""
@@ -33,12 +35,17 @@ class PartlyTrained(nn.Module):
         return {name: tensor for name, tensor in state.items() if name in self._travelling}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """See torch; always strict. Raises RuntimeError, before anything is changed, for weights of another base."""
+        """See torch; always strict. Raises InputError, before anything is changed, for weights of another base: no
+        worker that starts again would fare better."""
         if state_dict.keys() != self._travelling:
             names = sorted(state_dict.keys() ^ self._travelling)
-            raise RuntimeError(f"{len(names)} weights are missing, or not trained here, first: {names[0]}")
+            raise InputError(
+                f"{len(names)} weights are missing, or not trained here, first: {names[0]}; use the same policy.options"
+            )
         if not torch.equal(state_dict["base_digest"].cpu(), self.base_digest.cpu()):
-            raise RuntimeError("they were trained on another base; use the same policy.options.checkpoint")
+            raise InputError(
+                "the weights were trained on another base than this policy's; use the same policy.options.checkpoint"
+            )
         return super().load_state_dict(state_dict, strict=False, assign=assign)
 
 
