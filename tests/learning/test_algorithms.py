@@ -27,6 +27,7 @@ from toy import (
 )
 
 from vla_stream.algorithm import OPTIONS, Algorithm
+from vla_stream.environments.protocol import Observations
 from vla_stream.learning import losses, objective
 from vla_stream.learning.advantages import gae, normalise
 from vla_stream.learning.samples import Samples
@@ -47,14 +48,20 @@ def episodes(ticket: int, **changes: Any) -> Segment:
 GROUPS = [episodes(0), episodes(1, lengths=(3, T, 2, T), successes=(2,)), episodes(2, lengths=(T, 1, T, 4))]
 
 
-def learner_of(name: str, mode: str = "buffered", options: dict[str, Any] | None = None, **trainer: Any) -> Learner:
+def learner_of(
+    name: str,
+    mode: str = "buffered",
+    options: dict[str, Any] | None = None,
+    policy: Toy | None = None,
+    **trainer: Any,
+) -> Learner:
     """Three segments per update; streaming: in three steps."""
     modes = {
         "buffered": {"epochs": 2, "minibatch_samples": 25},
         "streaming": {"update": "streaming", "epochs": 1, "optimiser_steps": 3, "minibatch_samples": 7},
     }
     algorithm = {"name": name, "entropy_coefficient": 0.0} | (options or {})
-    return make_learner(Toy(), algorithm, Toy(seed=2), **modes[mode] | trainer)
+    return make_learner(policy or Toy(), algorithm, Toy(seed=2), **modes[mode] | trainer)
 
 
 # ---- options
@@ -544,6 +551,39 @@ def test_each_optimiser_step_imitates_other_demonstrations_and_a_critics_warm_up
     assert "demonstration_loss" not in update(learner, GROUPS, version=3).metrics and not seen
     steps = update(learner, GROUPS, version=3).metrics["optimiser_steps"]
     assert len(seen) == len(set(seen)) == steps == 4
+
+
+class Drawing(Toy):
+    """Its imitation loss is that of noisy labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[float] = []
+
+    def imitation_loss(self, observations: Observations, actions: np.ndarray, valid: np.ndarray) -> Tensor:
+        noise = torch.randn(actions.shape)
+        self.drawn.append(float(noise.flatten()[0]))
+        return super().imitation_loss(observations, actions + noise.numpy(), valid)
+
+
+@pytest.mark.parametrize("mode", ["buffered", "streaming"])
+@pytest.mark.parametrize("options", [{"name": "rft"}, {"name": "ppo", "imitation_coefficient": 0.4}], ids=str)
+def test_what_an_imitation_loss_draws_is_the_same_again_and_new_in_each_step(
+    options: dict[str, Any], mode: str
+) -> None:
+    results = []
+    for seed in (1, 2):
+        learner = learner_of(options["name"], mode, options, policy=Drawing())
+        torch.manual_seed(seed)
+        expected = torch.random.get_rng_state()
+        for _ in range(2):
+            update(learner, GROUPS, version=3)
+        assert torch.equal(torch.random.get_rng_state(), expected), "and what others draw is left alone"
+        assert isinstance(learner.policy, Drawing)
+        drawn = learner.policy.drawn
+        assert len(drawn) == len(set(drawn)) >= 4
+        results.append(weights(learner))
+    assert same(*results)
 
 
 def test_algorithms_without_a_critic_leave_the_value_head_alone_and_have_no_warm_up() -> None:

@@ -138,6 +138,8 @@ ERRORS = [
           "update"),
     Error("demonstrations at full weight", "update", "self.algorithm.imitation_coefficient * loss", "loss",
           "algorithms"),
+    Error("demonstrations with noise that no replay knows", "update", "with self._draws(-1, tally.optimiser_steps):",
+          "with contextlib.nullcontext():", "algorithms"),
     Error("the rates fall one update early", "update", "decay.factor(self.updates_done)",
           "decay.factor(self.updates_done + 1)",
           "algorithms"),

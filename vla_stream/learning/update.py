@@ -262,7 +262,8 @@ class Learner:
             generator = np.random.default_rng(seeds.derive("minibatches", self.seed, self.updates_done, epoch))
             for index in parts(generator.permutation(len(samples)), self.trainer.minibatch_samples):
                 place = f"epoch {epoch + 1}, optimiser step {tally.optimiser_steps + 1}"
-                terms, sums = self._evaluate(samples.take(index), advantages[torch.from_numpy(index)])
+                with self._draws(epoch, tally.optimiser_steps):
+                    terms, sums = self._evaluate(samples.take(index), advantages[torch.from_numpy(index)])
                 loss = objective.mean(terms)
                 if not torch.isfinite(loss):
                     raise _NotFinite(f"the loss is {loss.item()} in {place}")
@@ -280,7 +281,8 @@ class Learner:
         begun = self._begun
         advantages = self._moments.scale(samples.advantages) if self._normalises else samples.advantages
         for index in parts(np.arange(len(samples)), self.trainer.minibatch_samples):
-            terms, sums = self._evaluate(samples.take(index), advantages[torch.from_numpy(index)])
+            with self._draws(ticket, int(index[0])):
+                terms, sums = self._evaluate(samples.take(index), advantages[torch.from_numpy(index)])
             begun.losses.append((ticket, torch.stack([term.total.detach() for term in terms.values()]).sum()))
             begun.gradients.add(terms, self._stepped)
             begun.tally.add(sums)
@@ -308,6 +310,13 @@ class Learner:
     def _evaluate(self, samples: Samples, advantages_N: Tensor) -> tuple[objective.Terms, dict[str, Tensor]]:
         algorithm = self.algorithm.at(self.updates_done)
         return objective.evaluate(self.policy, algorithm, samples, advantages_N, self.device, self.version)
+
+    @contextlib.contextmanager
+    def _draws(self, *place: int) -> Iterator[None]:
+        """In here what a policy draws from torch depends on the place in the run alone, so that replay draws it too."""
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(seeds.derive("losses", self.seed, self.updates_done, *place))
+            yield
 
     def _moved_enough(self) -> bool:
         most = self.algorithm.max_kl if "max_kl" in self.algorithm.used else None
@@ -341,7 +350,8 @@ class Learner:
         tally, size = self._begun.tally, min(self.trainer.minibatch_samples, len(known))
         seed = seeds.derive("imitation", self.seed, self.updates_done, tally.optimiser_steps)
         rows = np.random.default_rng(seed).choice(len(known), size, replace=False)
-        loss = self.policy.imitation_loss(known.observations.take(rows), known.actions[rows], known.valid[rows])
+        with self._draws(-1, tally.optimiser_steps):
+            loss = self.policy.imitation_loss(known.observations.take(rows), known.actions[rows], known.valid[rows])
         tally.imitated(loss)
         scaled = self.algorithm.imitation_coefficient * loss
         gradients = torch.autograd.grad(scaled, self._policy_parameters, allow_unused=True)
