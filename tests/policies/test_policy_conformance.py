@@ -162,6 +162,12 @@ class ForgetsAStatistic(Healthy):
         return torch.distributions.Normal(normal.mean * self.scale, normal.stddev), values
 
 
+class Tied(Healthy):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.head = self.action
+
+
 class Raises(Healthy):
     def evaluate(self, observations: Observations, actions: np.ndarray, extras: Mapping[str, np.ndarray]) -> Evaluation:
         raise ZeroDivisionError("here")
@@ -185,6 +191,7 @@ class Raises(Healthy):
         (OneBuffer, "inputs_kept", "actions of an earlier act changed afterwards"),
         (Dropout, "inputs_kept", "evaluate differs from call to call"),
         (ForgetsAStatistic, "saving", "after saving and loading actions differ by"),
+        (Tied, "saving", "action.weight and head.weight are two names of one tensor"),
     ],
 )
 def test_a_bug_of_each_kind_is_found_and_named(bug: type[Healthy], check: str, told: str) -> None:

@@ -229,9 +229,17 @@ def inputs_kept(subject: _Subject) -> None:
 
 def saving(subject: _Subject) -> None:
     """Weights saved as safetensors and loaded into a new policy give the same output."""
-    state = subject.policy.state_dict()
-    # Cloned: safetensors refuses tensors that share memory, as tied weights do.
-    data = save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()})
+    # As weights are published: safetensors refuses tensors that share memory, as tied weights do.
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in subject.policy.state_dict().items()}
+    names: dict[int, str] = {}
+    for name, tensor in state.items():
+        other = names.setdefault(tensor.data_ptr(), name)
+        if other != name and tensor.numel():
+            raise NotConforming(
+                f"{other} and {name} are two names of one tensor, which cannot be published; leave one out of "
+                "state_dict()"
+            )
+    data = save(state)
     twin, keys = subject.new(), _KEYS
     before = twin.act(subject.observations, keys)
     twin.load_state_dict(load(data))
