@@ -38,8 +38,15 @@ def test_every_config_is_valid_alone_and_under_every_policy(path: Path) -> None:
         assert f"name: {policy.stem}\n" in said and said.endswith("the config is valid\n")
 
 
-def test_another_algorithm_goes_on_top_of_the_quick_start() -> None:
-    assert checked(CONFIGS / "quickstart.yaml", GRPO).endswith("the config is valid\n")
+@pytest.mark.parametrize("between", [[], *([policy] for policy in POLICIES)], ids=["alone", "pi0"])
+def test_another_algorithm_goes_on_top_of_the_quick_start_with_any_policy(between: list[Path]) -> None:
+    assert checked(CONFIGS / "quickstart.yaml", *between, GRPO).endswith("the config is valid\n")
+
+
+def test_grpo_takes_the_settings_of_a_critic_away_from_the_trainer_of_other_configs_too(tmp_path: Path) -> None:
+    other = tmp_path / "critic.yaml"
+    other.write_text("trainer: {critic_warmup_updates: 5, value_learning_rate: 1.0e-4}\n")
+    assert checked(CONFIGS / "quickstart.yaml", other, GRPO).endswith("the config is valid\n")
 
 
 @pytest.mark.parametrize("name", ["libero-pi05", "libero-groot", "metaworld", "robocasa", "maniskill"])
