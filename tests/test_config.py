@@ -333,6 +333,16 @@ def test_in_ticket_order_nothing_staler_than_eta_is_trained_and_another_limit_is
     assert "flow.stale_limit is set but flow.order is ticket" in line and "remove stale_limit" in line
 
 
+def test_in_ticket_order_how_far_to_read_ahead_cannot_be_chosen() -> None:
+    in_order, ahead = {"flow": {"order": "ticket"}}, {"trainer": MINIMAL["trainer"] | {"prefetch_segments": 8}}
+    (line,) = problems_of(MINIMAL | in_order | ahead)
+    assert "trainer.prefetch_segments is 8 but flow.order is ticket" in line
+    assert line.endswith("remove prefetch_segments or set order to arrival")
+    assert validate(MINIMAL | ahead).trainer.prefetch_segments == 8
+    config = validate(MINIMAL | in_order)
+    assert validate(json.loads(config.model_dump_json())) == config, "with all defaults written out it is no problem"
+
+
 @pytest.mark.parametrize(
     ("trainer", "named"),
     [

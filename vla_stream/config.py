@@ -323,6 +323,13 @@ def cross_check(config: Config) -> list[str]:
             "flow.stale_limit is set but flow.order is ticket, where none may exceed flow.max_staleness; "
             "remove stale_limit"
         )
+    # Not whether it is set: a run's config was written with all defaults, and is read again.
+    ahead = config.trainer.prefetch_segments
+    if in_order and ahead != Trainer.model_fields["prefetch_segments"].default:
+        problems.append(
+            f"trainer.prefetch_segments is {ahead} but flow.order is ticket, where all segments that "
+            "flow.max_staleness admits are read ahead; remove prefetch_segments or set order to arrival"
+        )
     if limit < config.flow.max_staleness:
         problems.append(
             f"flow.stale_limit is {limit} but flow.max_staleness is {config.flow.max_staleness}; "

@@ -243,6 +243,14 @@ def test_the_gradient_of_the_log_prob_is_the_numerical_one(noise: str, gradient_
             assert numerical == pytest.approx(exact, rel=1e-4, abs=1e-3)
 
 
+@pytest.mark.parametrize(("noise", "told"), [("sde", False), ("learned", True)])
+def test_an_entropy_bonus_moves_a_learned_noise_only(noise: str, told: bool) -> None:
+    policy = make(noise=noise)
+    act = policy.act(look(2), keys(2))
+    entropy = policy.evaluate(look(2), act.actions, act.extras).entropy.sum()
+    assert entropy.requires_grad == told
+
+
 def test_each_denoising_step_is_the_random_one_equally_often_and_only_it_is_random() -> None:
     policy = make(denoising_steps=3)
     act = policy.act(look(1).take([0] * 300), np.arange(300, dtype=np.uint64))

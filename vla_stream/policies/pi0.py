@@ -72,7 +72,9 @@ class Pi0(PartlyTrained):
         )
         lora_rank: int = Field(default=32, ge=1, description="Rank of the adapters of `train: lora`.")
         noise: Literal["sde", "learned"] = Field(
-            default="sde", description="Flow-SDE: one denoising step of a row is random. Flow-Noise: all, by a head."
+            default="sde",
+            description="Flow-SDE: one denoising step of a row is random. Its entropy is the same for all weights: an "
+            "entropy bonus does nothing. Flow-Noise: all, by a head.",
         )
         denoising_steps: int = Field(default=4, ge=1, le=100, description="K: times that the action expert is asked.")
         noise_level: float = Field(default=0.5, gt=0, description="a of Flow-SDE.")
