@@ -31,6 +31,11 @@ def test_each_way_is_a_valid_config_with_as_many_slots_as_its_staleness_asks_for
     assert config.trainer.keep_checkpoints >= config.updates // config.trainer.checkpoint_every
 
 
+def test_the_order_of_training_follows_from_the_staleness(tmp_path: Path) -> None:
+    for way, (_, eta, _) in evidence.WAYS.items():
+        assert load(way, tmp_path).flow.order == ("arrival" if eta else "ticket")
+
+
 def test_compared_ways_do_the_same_work_per_update(tmp_path: Path) -> None:
     for pair in evidence.COMPARED:
         first, second = (load(way, tmp_path) for way in pair)

@@ -1,8 +1,9 @@
 """Evidence that asynchronous training learns as synchronous training does: the same seeds, several ways, intervals.
 
 Every run starts from one warm start, consumes the same number of segments of the same length per update, and makes the
-same number of updates; ways differ in what their lines in WAYS say. How old the data is follows from how many segments
-are under way at once: a way with η has (1 + η)·B slots.
+same number of updates; ways differ in what their lines in WAYS say, and in what follows from η. How old the data is
+depends on how many segments are under way at once: a way with η has (1 + η)·B slots. Ways with η = 0 train in ticket
+order, where no segment is staler than η; the others in the order of arrival, where some are.
 
     area      mean success over the environment steps of the run, 0 to 1
     final     success of the last weights
