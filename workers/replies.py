@@ -26,19 +26,23 @@ class Replies:
         self._sent: Sent | None = None
 
     def open(self) -> None:
-        """Create the stream: generators add to it only while it exists (F53)."""
+        """Create the stream: generators add to it only while it exists (F53). What somebody wrote to our key in another
+        type goes; what was asked meanwhile is asked again."""
+        try:
+            self._create()
+        except ResponseError as exc:
+            if not wrong_type(exc):
+                raise
+            self.client.delete(self.stream)
+            self._create()
+
+    def _create(self) -> None:
         # A group made and destroyed leaves an empty stream; an entry added and deleted would be read in between.
         with self.client.pipeline(transaction=True) as pipe:
             pipe.xgroup_create(self.stream, "opening", id="0", mkstream=True)
             pipe.xgroup_destroy(self.stream, "opening")
             pipe.pexpire(self.stream, int(STREAM_TTL_S * 1000))
             pipe.execute()
-
-    def _open_anew(self) -> None:
-        """Where somebody wrote another type to our key: what was asked meanwhile is asked again."""
-        with contextlib.suppress(*UNREACHABLE), notices.expendable():
-            self.client.delete(self.stream)
-            self.open()
 
     def read(self, block_ms: int | None) -> list[Entry]:
         """New replies, in one round trip."""
@@ -74,7 +78,8 @@ class Replies:
         except ResponseError as exc:
             if not wrong_type(exc):
                 raise
-            self._open_anew()
+            with contextlib.suppress(*UNREACHABLE), notices.expendable():
+                self.open()
             return []
         return self._consumed
 

@@ -220,6 +220,16 @@ def test_a_simulator_drains_on_sigterm_and_gives_its_name_back(run: Run) -> None
     assert not run.client.exists(run.keys.worker("simulator-0"), run.keys.actions("simulator-0"))
 
 
+def test_f27_a_reply_stream_is_made_where_somebody_wrote_another_type(run: Run) -> None:
+    stream = run.keys.actions("simulator-0")
+    run.client.set(stream, "x")
+    replies = Replies(run.worker("simulator").connect(), stream)
+    replies.open()
+    assert run.client.type(stream) == b"stream" and 0 < run.client.pttl(stream) <= 300_000
+    run.client.xadd(stream, {"data": "x"})
+    assert len(replies.read(None)) == 1
+
+
 def test_a_reply_that_is_waited_for_makes_a_descriptor_readable_and_the_order_is_kept(run: Run) -> None:
     run.start()
     stream = run.keys.actions("simulator-0")
