@@ -30,6 +30,7 @@ from vla_stream.streams.actions import ActionReply, check_act
 from workers.lane_choice import admit, wait_for_segments
 from workers.models import await_specification, make_policy, torch_device
 from workers.requests import Answerer, Answers, Batch, Collector, collate, is_suspect
+from workers.tray import Tray
 from workers.weights import Places, WeightsReader
 from workers.worker import BLOCK_S, Worker, run_process
 
@@ -132,7 +133,7 @@ class Generator:
 
         Raises RunFailed when one after the other fails: then it is the device or the policy, not the request."""
         if len(batch.works) > 1:
-            return [answer for work in batch.works for answer in self.infer(collate([work], self.config))]
+            return [answer for work in batch.works for answer in self.infer(collate([work], self.config, Tray(0)))]
         self._failed_in_a_row += 1
         if self._failed_in_a_row > FAILURES_IN_A_ROW:
             raise RunFailed(f"inference fails again and again, last: {cause}") from cause

@@ -21,7 +21,7 @@ from vla_stream.errors import BadMessage, PayloadElsewhere, PayloadUnreachable
 from vla_stream.streams.actions import ActionReply
 from vla_stream.streams.keys import GENERATORS
 from vla_stream.streams.obs_requests import ObsRequest
-from vla_stream.streams.observations import unpack_observations
+from workers.tray import Tray
 from workers.worker import Worker
 
 SWEEP_S = 60.0
@@ -80,6 +80,7 @@ class Collector:
         )
         self.batcher: Batcher[Work] = Batcher(generators.max_batch_size, self.strategy.wait_ms)
         self.refusals: Answers = []
+        self._tray = Tray(generators.max_batch_size)
         self.owned: dict[str, float] = {}  # entry id -> when it was read; until its reply is published
         self._elsewhere: dict[str, float] = {}  # entry id -> when it was first handed back
         self._next_take_over_s = self._next_sweep_s = self._next_word_s = 0.0
@@ -122,7 +123,8 @@ class Collector:
         works = self.batcher.take(self.clock.now_ms())
         if not works:
             return None
-        batch = collate(works, self.config)
+        batch = collate(works, self.config, self._tray)
+        self._tray = self._tray.another()
         meter = self.worker.meter
         meter.count("batches")
         meter.count("requests", len(works))
@@ -154,8 +156,7 @@ class Collector:
         try:
             if is_suspect(entry) and self.client.exists(self.worker.keys.trial(entry.id)):
                 raise BadMessage("served alone, it left its generator without a reply; it is not served again")
-            data = request.payload if request.payload is not None else self.reader.read(request.ref)
-            observations = unpack_observations(data, request.n)
+            observations = self._tray.read(self.reader, request)
             self.batcher.add(
                 Work(entry, request, observations), request.n, _shape(entry, request, observations), entry.born_ms
             )
@@ -190,14 +191,11 @@ class Collector:
         self.refusals.append((entry, ActionReply(request.id, self.worker.version, "", None, reason)))
 
 
-def collate(works: list[Work], config: Config) -> Batch:
-    """One batch of these requests, padded to one of the fixed sizes."""
+def collate(works: list[Work], config: Config, tray: Tray) -> Batch:
+    """One batch of these requests, padded to one of the fixed sizes. tray: where they may lie together already."""
     rows = sum(work.request.n for work in works)
     size = padded_size(rows, config.generators.padded_sizes, config.generators.max_batch_size)
-    parts = [work.observations for work in works]
-    # Padding repeats the last row: any valid input will do, and its outputs are cut off again.
-    parts += [works[-1].observations.take([-1] * (size - rows))] if size > rows else []
-    observations = Observations.concatenate(parts)
+    observations = tray.joined([work.observations for work in works], size)
     ids = [(work.request.id.ticket, work.request.id.step, work.request.n) for work in works]
     keys = np.concatenate([seeds.noise_keys(config.seed, *part) for part in ids])
     keys = keys[np.minimum(np.arange(size), rows - 1)]

@@ -31,9 +31,10 @@ from vla_stream.policies.protocol import Act
 from vla_stream.streams.actions import ActionReply
 from vla_stream.streams.keys import GENERATORS, Keys
 from vla_stream.streams.obs_requests import ObsRequest, RequestId
-from vla_stream.streams.observations import observation_pieces, unpack_observations
+from vla_stream.streams.observations import observation_pieces
 from workers.lifeline import die_with_parent
 from workers.replies import Replies
+from workers.tray import Tray
 
 IMAGE = (224, 224, 3)  # 150,528 bytes
 IMAGE_BYTES = int(np.prod(IMAGE))
@@ -140,18 +141,17 @@ def serve_library(url: str, run: str, folder: str) -> None:
     """What a generator does, without inference."""
     keys, client = Keys(run), connect(url, name="bench-server", block_s=BLOCK_MS / 1000)
     queue = WorkQueue(client, Scripts(client), keys.obs_requests, GENERATORS, "bench", 60.0)
-    reader, batch = PayloadReader(client, keys.blob, Path(folder)), np.zeros((AT_ONCE, *IMAGE), dtype=np.uint8)
+    reader, tray = PayloadReader(client, keys.blob, Path(folder)), Tray(AT_ONCE)
     actions = np.zeros((1, *ACTIONS[1:]), dtype=np.float32)
     while True:
         entries = queue.read(AT_ONCE, BLOCK_MS)
         if not entries:
             continue
+        requests = [ObsRequest.from_fields(entry.fields) for entry in entries]
+        batch = tray.joined([tray.read(reader, request) for request in requests], len(entries)).images["front"]
+        tray = tray.another()
         with client.pipeline(transaction=True) as pipe:
-            for place, entry in enumerate(entries):
-                request = ObsRequest.from_fields(entry.fields)
-                data = request.payload if request.payload is not None else reader.read(request.ref)
-                observations = unpack_observations(data, request.n)
-                batch[place] = observations.images["front"][0]
+            for place, request in enumerate(requests):
                 answer = actions.copy()
                 answer[0, 0, 0] = batch[place, 0, 0, 0]
                 reply = ActionReply(request.id, 1, "0" * 16, Act(answer, answer, answer[:, 0, 0], {}))

@@ -18,6 +18,7 @@ from vla_stream.errors import BadMessage
 
 Value = str | bytes | int | float
 Piece = bytes | bytearray | memoryview  # the latter of single bytes
+Described = tuple[str, np.dtype[Any], tuple[int, ...], int]  # an array's name, dtype, shape, and place in its packet
 
 MAX_PACKET_BYTES = 256 * 1024 * 1024  # half of Redis's own limit for one bulk string (F26)
 MAX_HEADER_BYTES = 1024 * 1024
@@ -83,28 +84,37 @@ def write_all(packet: Sequence[Piece], write: Callable[[list[memoryview], int], 
 def unpack(packet: bytes | memoryview) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Arrays (read-only views into `packet`, no copy) and meta. Raises BadMessage."""
     view = memoryview(packet).toreadonly()
-    if not 4 <= len(view) <= MAX_PACKET_BYTES + MAX_HEADER_BYTES:
-        raise BadMessage(f"packet of {len(view)} bytes, expected 4 to {MAX_PACKET_BYTES}")
-    header_bytes = int.from_bytes(view[:4], "little")
-    if header_bytes > min(MAX_HEADER_BYTES, len(view) - 4):
-        raise BadMessage(f"packet header of {header_bytes} bytes, expected at most {len(view) - 4}")
-    described, meta = _header(bytes(view[4 : 4 + header_bytes]))
+    described, meta = layout(view, len(view))
     arrays: dict[str, np.ndarray] = {}
-    position = _arrays_start(header_bytes)
-    for name, dtype, shape in described:
-        count = _count(name, shape)
-        size = count * dtype.itemsize
-        if size > len(view) - position:
-            raise BadMessage(f"array {name}: shape {shape} needs {size} bytes, {len(view) - position} are left")
+    for name, dtype, shape, position in described:
         if dtype is BOOL:  # another byte than 0 and 1 makes no valid array
             arrays[name] = np.asarray(np.ndarray(shape, np.uint8, view, position) != 0)
             arrays[name].flags.writeable = False
         else:
             arrays[name] = np.ndarray(shape, dtype, view, position)
-        position += size + (-size % ALIGNMENT)
-    if position != len(view):
-        raise BadMessage(f"packet of {len(view)} bytes, expected {position} from its header")
     return arrays, meta
+
+
+def layout(head: bytes | memoryview, packet_bytes: int) -> tuple[list[Described], dict[str, Any]]:
+    """What a packet of so many bytes holds, and where, by its first bytes: its arrays, one after the other and each
+    filled up to ALIGNMENT, then its meta. Raises BadMessage, also when the header does not end in `head`."""
+    if not 4 <= packet_bytes <= MAX_PACKET_BYTES + MAX_HEADER_BYTES:
+        raise BadMessage(f"packet of {packet_bytes} bytes, expected 4 to {MAX_PACKET_BYTES}")
+    header_bytes = int.from_bytes(head[:4], "little")
+    if header_bytes > min(MAX_HEADER_BYTES, len(head) - 4):
+        raise BadMessage(f"packet header of {header_bytes} bytes, expected at most {len(head) - 4}")
+    named, meta = _header(bytes(head[4 : 4 + header_bytes]))
+    described: list[Described] = []
+    position = _arrays_start(header_bytes)
+    for name, dtype, shape in named:
+        size = _count(name, shape) * dtype.itemsize
+        if size > packet_bytes - position:
+            raise BadMessage(f"array {name}: shape {shape} needs {size} bytes, {packet_bytes - position} are left")
+        described.append((name, dtype, shape, position))
+        position += size + (-size % ALIGNMENT)
+    if position != packet_bytes:
+        raise BadMessage(f"packet of {packet_bytes} bytes, expected {position} from its header")
+    return described, meta
 
 
 def _arrays_start(header_bytes: int) -> int:

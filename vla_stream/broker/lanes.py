@@ -20,7 +20,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,6 +33,7 @@ SEGMENT = re.compile(r"[0-9]{1,18}\.[0-9]{1,4}-[0-9a-f]{8}")
 REFERENCE = re.compile(r"(shm|redis):([^:]{1,64}):([0-9]{1,15}):([0-9]{1,12}):([0-9a-f]{16})")
 FREE = "free-"  # before the name of the segment that a file was written for, once that is done with
 MIN_FREE_BYTES = 64 * 1024 * 1024
+HEAD_BYTES = 4096  # of a packet: what `read_into` shows of it first
 
 
 class Lane(Protocol):
@@ -179,14 +180,33 @@ class PayloadReader:
     def read(self, reference: str) -> bytes:
         """The referenced bytes. Raises PayloadUnreachable (gone), PayloadElsewhere (others may reach it) or BadMessage
         (not what was written)."""
-        lane, segment, place, size, digest = parse_reference(reference)
-        data = self._shm(segment, place, size) if lane == "shm" else self._redis(segment, place)
-        if len(data) != size or digest_of(data) != digest:
-            # Its writer may have taken the file for another segment meanwhile; the name went first.
-            if lane == "shm" and not os.path.lexists(f"{self.folder}/{segment}"):
-                raise PayloadUnreachable(f"{self.folder / segment}: its segment was done with while it was read")
-            raise BadMessage(f"payload {reference} holds {len(data)} other bytes than were referenced")
+        lane, segment, place, size, _ = parse_reference(reference)
+        if lane == "redis":
+            data = self._redis(segment, place)
+        else:
+            with self._opened(segment, place + size) as descriptor:
+                data = os.pread(descriptor, size, place)
+        self._verify(reference, data)
         return data
+
+    def read_into(
+        self, reference: str, arrange: Callable[[bytes, int], tuple[int, Sequence[memoryview]] | None]
+    ) -> bool:
+        """The same straight to where the bytes belong, for a packet in /dev/shm; False where nothing was read.
+
+        arrange: from the first bytes and the size of all, how many bytes come before the places that it names for the
+        others; None leaves the packet to `read`. What is in the places is valid only after this has returned True."""
+        lane, segment, offset, size, _ = parse_reference(reference)
+        if lane != "shm":
+            return False
+        with self._opened(segment, offset + size) as descriptor:
+            head = os.pread(descriptor, min(size, HEAD_BYTES), offset)
+            if (arranged := arrange(head, size)) is None:
+                return False
+            start, places = arranged
+            os.preadv(descriptor, places, offset + start)
+        self._verify(reference, head[:start], *places)
+        return True
 
     def remove(self, reference: str) -> None:
         """Forget the segment that this reference belongs to. Idempotent."""
@@ -196,18 +216,30 @@ class PayloadReader:
         else:
             self.client.unlink(self.key_of(segment))
 
-    def _shm(self, segment: str, offset: int, size: int) -> bytes:
+    @contextlib.contextmanager
+    def _opened(self, segment: str, end: int) -> Iterator[int]:
+        """Descriptor of a segment's file, which has bytes up to `end`."""
         try:
             descriptor = os.open(f"{self.folder}/{segment}", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError as exc:
             error = PayloadUnreachable if self.folder.is_dir() else PayloadElsewhere
             raise error(f"{self.folder / segment}: cannot be opened here ({exc.strerror})") from exc
         try:
-            if os.fstat(descriptor).st_size < offset + size:
-                raise BadMessage(f"{segment}: file is shorter than the referenced {offset + size} bytes")
-            return os.pread(descriptor, size, offset)
+            if os.fstat(descriptor).st_size < end:
+                raise BadMessage(f"{segment}: file is shorter than the referenced {end} bytes")
+            yield descriptor
         finally:
             os.close(descriptor)
+
+    def _verify(self, reference: str, *data: Piece) -> None:
+        lane, segment, _, size, digest = parse_reference(reference)
+        found = sum(map(len, data))
+        if found == size and digest_of(*data) == digest:
+            return
+        # Its writer may have taken the file for another segment meanwhile; the name went first.
+        if lane == "shm" and not os.path.lexists(f"{self.folder}/{segment}"):
+            raise PayloadUnreachable(f"{self.folder / segment}: its segment was done with while it was read")
+        raise BadMessage(f"payload {reference} holds {found} other bytes than were referenced")
 
     def _redis(self, segment: str, place: int) -> bytes:
         data: Any = self.client.hget(self.key_of(segment), str(place))
