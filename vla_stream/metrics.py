@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import os
+import resource
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 Sample = dict[str, float]
+
+FILL_BOUNDS = tuple(round(0.1 * i, 1) for i in range(1, 11))  # of a batch: rows ÷ max_batch_size
+AGE_BOUNDS_MS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0)
 
 
 class Meter:
@@ -44,16 +52,25 @@ class Meter:
         with self._lock:
             self._gauges[name] = value
 
+    def bucket(self, name: str, value: float, bounds: Sequence[float]) -> None:
+        """Add one observation to a histogram: the sample counts, as `<name>[<bound>]`, those above the bound before and
+        up to this one; `[inf]` those above the last."""
+        place = bisect.bisect_left(bounds, value)
+        self.count(f"{name}[{bounds[place]:g}]" if place < len(bounds) else f"{name}[inf]")
+
+    def spend(self, stage: str, seconds: float) -> None:
+        """Time spent in a stage; the sample holds its share of the wall time as `busy.<stage>`."""
+        with self._lock:
+            self._busy_s[stage] = self._busy_s.get(stage, 0.0) + seconds
+
     @contextlib.contextmanager
     def busy(self, stage: str) -> Iterator[None]:
-        """Time spent in a stage; the sample holds its share of the wall time as `busy.<stage>`."""
+        """The body's time, as by `spend`."""
         start = time.monotonic()
         try:
             yield
         finally:
-            spent = time.monotonic() - start
-            with self._lock:
-                self._busy_s[stage] = self._busy_s.get(stage, 0.0) + spent
+            self.spend(stage, time.monotonic() - start)
 
     def sample(self) -> Sample:
         """Everything since the last sample; `seconds` is the time it covers."""
@@ -68,3 +85,24 @@ class Meter:
         sample |= {name: total / number for name, (total, number) in means.items()}
         sample |= {f"busy.{stage}": min(1.0, spent / seconds) for stage, spent in busy.items()}
         return sample
+
+
+class Usage:
+    """What this process takes of its host."""
+
+    def __init__(self) -> None:
+        self._cpu_s, self._since_s = time.process_time(), time.monotonic()
+
+    def sample(self) -> Sample:
+        """cpu: cores kept busy since the last sample; memory_mb: resident now (where /proc tells it, else the most)."""
+        cpu_s, now_s = time.process_time(), time.monotonic()
+        cores = (cpu_s - self._cpu_s) / max(1e-9, now_s - self._since_s)
+        self._cpu_s, self._since_s = cpu_s, now_s
+        return {"cpu": cores, "memory_mb": _resident_bytes() / 1e6}
+
+
+def _resident_bytes() -> int:
+    with contextlib.suppress(OSError):
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else 1024 * most

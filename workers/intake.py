@@ -61,7 +61,8 @@ class Intake:
 
     def collect(self, most: int, block_ms: int | None, others: Collection[str]) -> None:
         """Read a few new segments, at most so many. others: as for `recover`."""
-        entries = self.queue.read(min(most, READ_AT_ONCE), block_ms)
+        with self.meter.busy("waiting"):
+            entries = self.queue.read(min(most, READ_AT_ONCE), block_ms)
         if self._take_all(entries, others) == len(entries) > 0:
             self._take_all(self.queue.read(GARBAGE_AT_ONCE), others)
 

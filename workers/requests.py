@@ -18,6 +18,7 @@ from vla_stream.broker.scripts import ANSWER, Scripts
 from vla_stream.config import Config
 from vla_stream.environments.protocol import Observations
 from vla_stream.errors import BadMessage, PayloadElsewhere, PayloadUnreachable
+from vla_stream.metrics import AGE_BOUNDS_MS, FILL_BOUNDS
 from vla_stream.streams.actions import ActionReply
 from vla_stream.streams.keys import GENERATORS
 from vla_stream.streams.obs_requests import ObsRequest
@@ -130,9 +131,11 @@ class Collector:
         meter.count("requests", len(works))
         meter.count("rows", batch.rows)
         meter.highest("rows_highest", batch.rows)
-        meter.mean("fill", batch.rows / self.config.generators.max_batch_size)
-        now_ms = self.clock.now_ms()
+        fill, now_ms = batch.rows / self.config.generators.max_batch_size, self.clock.now_ms()
+        meter.mean("fill", fill)
+        meter.bucket("fill", fill, FILL_BOUNDS)
         meter.mean("age_ms", now_ms - batch.born_ms)
+        meter.bucket("age_ms", now_ms - batch.born_ms, AGE_BOUNDS_MS)
         latest_ms = now_ms - self.strategy.wait_ms - OVERDUE_MS
         meter.count("overdue", sum(work.entry.born_ms < latest_ms for work in works))
         return batch

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import select
 import time
+from collections import Counter
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 
@@ -31,6 +32,10 @@ from workers.worker import BEAT_S, BLOCK_S, Worker, run_process
 
 LOOK_S = BEAT_S / 4  # longest time between two looks at an environment that says nothing
 FIRST_PERMIT_WAIT_S, LONGEST_PERMIT_WAIT_S = 0.005, 0.1
+
+# What a slot's time counts as: its environments work, it waits for actions, or the run's flow holds it back.
+SPENT = {State.WANTING: "stepping", State.STEPPING: "stepping", State.ASKED: "asked", State.READY: "asked"}
+SPENT |= {State.IDLE: "held", State.FINISHED: "held"}
 
 
 class _Batch:
@@ -88,6 +93,7 @@ class Simulator:
         self._next_renewal_s = 0.0
         self._next_look_s = 0.0
         self._generation = ""
+        self._accounted_s = time.monotonic()
 
     @property
     def idle(self) -> bool:
@@ -113,6 +119,7 @@ class Simulator:
     def step(self, replies: list[Entry], readable: Set[int] | None = None) -> bool:
         """Do all that can be done now; True when anything moved. readable: file descriptors of environments that said
         something (None: unknown); the others are looked at four times a second."""
+        self._account()
         # First of all, else what is finished would be published under a permit that the server has lost.
         if self.worker.generation != self._generation:
             self._register_anew()
@@ -132,6 +139,14 @@ class Simulator:
         self._send_aborts()
         self._renew_and_ask_again()
         return moved
+
+    def _account(self) -> None:
+        """Where the time of the slots went since the last step."""
+        now_s = time.monotonic()
+        slots = [slot for batch in self.batches for slot in batch.slots]
+        share_s, self._accounted_s = (now_s - self._accounted_s) / len(slots), now_s
+        for state, number in Counter(slot.state for slot in slots).items():
+            self.meter.spend(SPENT[state], share_s * number)
 
     def patience_s(self) -> float:
         """How long the main loop may wait for replies and environments before the next `step`."""
@@ -268,6 +283,8 @@ class Simulator:
                 self.lanes.failed(slot.lane, str(exc))
             else:
                 self._outbox[str(request.id)] = (slot, request)
+                lane, size = request.way
+                self.meter.count(f"bytes.{lane}", size)
 
     def _send_requests(self) -> None:
         """All of the outbox in one round trip. A request sent twice is harmless: its second reply is dropped."""
@@ -452,8 +469,7 @@ def serve(worker: Worker, config: Config) -> None:
             waitables = [waitable for batch in simulator.batches for waitable in batch.host.waitables()]
             if (asked := worker.patiently(ask)) is not None:
                 waitables.append(asked)
-            with worker.meter.busy("waiting"):
-                readable = _wait(waitables, simulator.patience_s())
+            readable = _wait(waitables, simulator.patience_s())
     finally:
         simulator.close()
 

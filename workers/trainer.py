@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -275,6 +276,7 @@ class Trainer:
             "staleness": sum(staleness) / len(staleness),
             "staleness_max": max(staleness),
             "above_eta": sum(s > self.config.flow.max_staleness for s in staleness) / len(staleness),
+            **{f"staleness[{s}]": float(number) for s, number in Counter(staleness).items()},
             "skipped": float(result.skipped is not None),
             "update_s": time.monotonic() - started_s - self._adding_s,  # without the next one's beginning
             "wait_s": waited_s,
@@ -479,8 +481,7 @@ def serve(worker: Worker, config: Config) -> None:
         worker.patiently(worker.beat)
         if worker.generation not in ("", trainer.generation):
             worker.patiently(trainer.start_anew)
-        with worker.meter.busy("loop"):
-            worker.patiently(lambda: trainer.step(int(BLOCK_S * 1000 / 4)), trainer.recover)
+        worker.patiently(lambda: trainer.step(int(BLOCK_S * 1000 / 4)), trainer.recover)
     trainer.close()
 
 

@@ -33,7 +33,7 @@ from vla_stream.broker.queue import Entry
 from vla_stream.config import Config, LaneName
 from vla_stream.errors import Expired, Hopeless, InputError, NoSuchRun, RunFailed, VlaStreamError
 from vla_stream.flow import Desired, Flow, FlowState
-from vla_stream.metrics import Meter
+from vla_stream.metrics import Meter, Usage
 from vla_stream.streams import notices, presence
 from vla_stream.streams.keys import Keys
 from workers.lifeline import die_with_parent, orphaned
@@ -59,7 +59,7 @@ class Worker:
         self.keys = Keys(run)
         self.client = self.connect()
         self.flow = Flow(self.client, self.keys)
-        self.meter = Meter()
+        self.meter, self._usage = Meter(), Usage()
         self.desired: Desired = "running"
         self.generation = ""  # of the server's life, as seen last
         self.lane: LaneName = "auto"  # the run's, as seen last
@@ -116,7 +116,7 @@ class Worker:
         if state is not None:
             self.desired, self.generation = state.desired, state.generation
             self._mind_the_lane(state)
-        self.emit("second", self.meter.sample())
+        self.emit("second", self.meter.sample() | self._usage.sample())
 
     def _mind_the_lane(self, state: FlowState) -> None:
         """A reader that does not see the run's /dev/shm has observations sent through Redis (F28)."""

@@ -83,6 +83,37 @@ def test_status_shows_workers_queues_and_books(
     assert "segments 0 started = 0 trained + 0 in flight" in shown
 
 
+def test_status_and_top_say_what_holds_the_run_up(
+    client: Client,
+    keys: Keys,
+    where: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "130")
+    Flow(client, keys)
+    shares = {"simulator": ("stepping", 0.9), "generator": ("waiting", 0.62), "trainer": ("waiting", 0.6)}
+    for role, (stage, share) in shares.items():
+        client.hset(keys.worker(f"{role}-0"), mapping={"role": role, "host": "node7", "pid": 11, "state": "running"})
+        numbers = {"seconds": 1.0, f"busy.{stage}": share, "env_steps": 700.0, "age_ms[5]": 3, "memory_mb": 286.0}
+        sample(client, keys, f"{role}-0", role, "second", numbers)
+    put(client, keys.obs_requests, request(0))
+    assert call(["status", *where, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["bottleneck"] == "generators wait 62 % of the time for requests: add simulators"
+    assert {w["id"]: w["shares"]["work"] for w in found["workers"]} == {
+        "simulator-0": 0.9,
+        "generator-0": 0.0,
+        "trainer-0": 0.0,
+    }
+    assert 0 <= found["oldest_s"]["obs-requests"] < 10 and found["oldest_s"]["trajectories"] == 0
+    for command in (["status"], ["top", "--once"]):
+        assert call([*command, *where]) == 0
+        shown = capsys.readouterr().out
+        assert "generators wait 62 % of the time" in shown and "90 %" in shown
+    assert "700 env-steps/s" in shown and "286" in shown and "5 █" in shown
+
+
 def test_f27_what_anybody_wrote_into_a_stream_breaks_no_command_and_no_terminal(
     client: Client, keys: Keys, where: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,6 +136,7 @@ def test_f27_what_anybody_wrote_into_a_stream_breaks_no_command_and_no_terminal(
             put(client, key_of(keys, stream), mutated(fields, source))
         assert call(["inspect", stream, *where, "--count", "200"]) == 0
     assert call(["status", *where]) == call(["status", *where, "--json"]) == call(["events", *where]) == 0
+    assert call(["top", *where, "--once"]) == 0
     shown = capsys.readouterr().out
     assert "does not decode: entry's digest does not match" in shown
     assert all(character.isprintable() or character == "\n" for character in shown)

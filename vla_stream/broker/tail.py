@@ -44,3 +44,15 @@ def newest_entries(client: Client, stream: str, count: int) -> list[Entry]:
     """The newest `count` entries, oldest first."""
     reply: Any = client.xrevrange(stream, count=count)
     return [to_entry(item) for item in reversed(reply)]
+
+
+def entries_since(client: Client, stream: str, since_ms: float) -> list[Entry]:
+    """What was added since then by the server's clock, oldest first."""
+    reply: Any = client.xrange(stream, min=max(0, int(since_ms)))
+    return [to_entry(item) for item in reply]
+
+
+def oldest_age_s(client: Client, stream: str, now_ms: float) -> float:
+    """Seconds since the oldest entry was added; 0 of an empty stream."""
+    reply: Any = client.xrange(stream, count=1)
+    return max(0.0, now_ms - to_entry(reply[0]).born_ms) / 1000 if reply else 0.0

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 PLAIN_LINE_S = 5.0
+LIMIT_S = 30.0
 GONE = contextlib.suppress(OSError)  # a terminal or pipe whose other end is gone: a run does not end with it
 QUIET_LINE_S = 30.0  # a plain line comes at least this often, also when nothing moved
 
@@ -39,8 +40,8 @@ class PlainDisplay:
     """Lines only, at most one in 5 s unless something is told."""
 
     def __init__(self) -> None:
-        self._next_s = self._quiet_until_s = 0.0
-        self._shown = ""
+        self._next_s = self._quiet_until_s = self._limit_from_s = 0.0
+        self._shown = self._limit = ""
 
     def tell(self, text: str, details: Sequence[str] = ()) -> None:
         with GONE:
@@ -57,6 +58,11 @@ class PlainDisplay:
             return
         self._next_s, self._quiet_until_s, self._shown = now_s + PLAIN_LINE_S, now_s + QUIET_LINE_S, state
         self.tell(progress.line())
+        # Its figures change all the time; who is the limit is news.
+        limit = progress.pulse.bottleneck() if progress.last else ""
+        if limit and limit.split(" ", 2)[:2] != self._limit.split(" ", 2)[:2] and now_s >= self._limit_from_s:
+            self._limit, self._limit_from_s = limit, now_s + LIMIT_S
+            self.tell(f"limit: {limit}")
 
     def close(self) -> None:
         pass
@@ -119,5 +125,7 @@ class LiveDisplay:
             figures.append(f"{value}   ", style="bold" if label == "success" else "")
         table = Table.grid()
         table.add_row(bar)
+        if progress.last and (limit := progress.pulse.bottleneck()):
+            figures.append(f"\n{limit}", style="dim")
         table.add_row(figures if progress.last else Text(progress.waiting(), style="dim").append("   ").append(figures))
         return table

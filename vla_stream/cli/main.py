@@ -35,6 +35,7 @@ COMMANDS: Mapping[str, Entry] = {
     "generators": Entry("pools", "generators", "Attach generators to a live run, on any host, at any time."),
     "trainers": Entry("pools", "trainers", "Attach a trainer to a live run that has none."),
     "status": Entry("status", "status", "Show workers, flow, queues and books of a run."),
+    "top": Entry("top", "top", "Watch workers, streams and what holds the run up, live."),
     "events": Entry("status", "events", "Show what happened in a run, one sentence each."),
     "inspect": Entry("inspect", "inspect", "Show entries of a stream readably, and their camera images."),
     "stop": Entry("control", "stop", "End a run now; segments in flight are given up."),

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
+from vla_stream.cli.pulse import Pulse
 from vla_stream.cli.samples import Record, number
 
-RATE_WINDOW_S = 10.0  # over which env-steps/s and batch fill are averaged
-UPDATE_WINDOW = 10  # updates over which trained steps and the time to go are averaged
+UPDATE_WINDOW = 10  # updates over which the time to go is averaged
 
 
 class Progress:
@@ -24,11 +24,10 @@ class Progress:
         self.last: Record = {}
         self.first_success: float | None = None
         self.env_steps = 0.0
+        self.pulse = Pulse()
         self.now_s = 0.0
-        self._began_s: float | None = None
-        self._steps: deque[tuple[float, float]] = deque()
-        self._fills: deque[tuple[float, float, float]] = deque()
-        self._updates: deque[tuple[float, float]] = deque(maxlen=UPDATE_WINDOW + 1)
+        self._sampled = False
+        self._updates: deque[float] = deque(maxlen=UPDATE_WINDOW + 1)
 
     def add(self, records: Iterable[Record]) -> None:
         """New records, in the stream's order."""
@@ -37,14 +36,13 @@ class Progress:
             if time_s is None:
                 continue
             self.now_s = max(self.now_s, time_s)
+            self.pulse.add([record])
             if record.get("kind") == "update":
                 self._add_update(record, time_s)
             elif record.get("role") == "simulator":
-                self._add_steps(record, time_s)
-            elif record.get("role") == "generator":
-                fill, batches = number(record, "fill"), number(record, "batches")
-                if fill is not None and batches:
-                    self._fills.append((time_s, fill, batches))
+                steps = number(record, "env_steps")
+                self._sampled |= steps is not None
+                self.env_steps += steps or 0.0
 
     def _add_update(self, record: Record, time_s: float) -> None:
         self.last = record
@@ -54,15 +52,7 @@ class Progress:
             self.update = int(update)
         if self.first_success is None:
             self.first_success = number(record, "success")
-        self._updates.append((time_s, number(record, "trained_env_steps") or 0.0))
-
-    def _add_steps(self, record: Record, time_s: float) -> None:
-        steps = number(record, "env_steps")
-        if steps is not None:
-            if self._began_s is None:
-                self._began_s = time_s - (number(record, "seconds") or 1.0)
-            self.env_steps += steps
-            self._steps.append((time_s, steps))
+        self._updates.append(time_s)
 
     @property
     def success(self) -> float | None:
@@ -71,36 +61,25 @@ class Progress:
     @property
     def sampled_per_s(self) -> float | None:
         """Environment steps that simulators made, per second."""
-        since_s = self.now_s - RATE_WINDOW_S
-        while self._steps and self._steps[0][0] <= since_s:
-            self._steps.popleft()
-        if self._began_s is None:
-            return None
-        return sum(steps for _, steps in self._steps) / max(1.0, min(RATE_WINDOW_S, self.now_s - self._began_s))
+        return self.pulse.rate("simulator", "env_steps") if self._sampled else None
 
     @property
     def trained_per_s(self) -> float | None:
         """Environment steps that updates consumed, per second."""
-        if len(self._updates) < 2:
-            return None
-        seconds = self._updates[-1][0] - self._updates[0][0]
-        return sum(steps for _, steps in list(self._updates)[1:]) / seconds if seconds > 0 else None
+        return self.pulse.trained_per_s()
 
     @property
     def batch_fill(self) -> float | None:
         """Rows of the mean batch as a share of max_batch_size."""
-        while self._fills and self._fills[0][0] <= self.now_s - RATE_WINDOW_S:
-            self._fills.popleft()
-        batches = sum(weight for _, _, weight in self._fills)
-        return sum(fill * weight for _, fill, weight in self._fills) / batches if batches else None
+        return self.pulse.mean("generator", "fill", "batches")
 
     @property
     def eta_s(self) -> float | None:
         """Seconds to the last update, at the pace of the last few."""
         if len(self._updates) < 2:
             return None
-        pace_s = (self._updates[-1][0] - self._updates[0][0]) / (len(self._updates) - 1)
-        return max(0.0, pace_s * (self.target_updates - self.update) - (self.now_s - self._updates[-1][0]))
+        pace_s = (self._updates[-1] - self._updates[0]) / (len(self._updates) - 1)
+        return max(0.0, pace_s * (self.target_updates - self.update) - (self.now_s - self._updates[-1]))
 
     def parts(self) -> list[tuple[str, str]]:
         """(label, value) of everything that is known, in the order of interest."""

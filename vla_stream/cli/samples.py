@@ -26,6 +26,7 @@ Record = dict[str, str | float]
 METRICS_FILE = "metrics.jsonl"
 READ_AT_ONCE = 1000
 READS_IN_A_ROW = 25  # more than the stream holds
+LAST_WORDS = 300
 MAX_NUMBERS = 200  # in one record
 TEXTS = ("worker", "role", "kind", "id")
 ENTRY_ID = re.compile(r"[0-9]{1,19}-[0-9]{1,19}")  # two numbers below 2^64
@@ -67,6 +68,16 @@ class MetricsFile:
             self._writable = False
         else:
             self._writable = True
+
+
+def recent(client: Client, keys: Keys, since_ms: float) -> list[Record]:
+    """What workers wrote since then by the server's clock, and at least their last words."""
+    from vla_stream.broker.tail import entries_since, newest_entries
+
+    entries = newest_entries(client, keys.metrics, LAST_WORDS)
+    if entries and entries[0].born_ms > since_ms:
+        entries = entries_since(client, keys.metrics, since_ms)
+    return [record for record in map(decode, entries) if is_sample(record)]
 
 
 def decode(entry: Entry) -> Record:

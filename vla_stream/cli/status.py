@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
     from vla_stream.broker.connection import Client
     from vla_stream.broker.queue import Entry
+    from vla_stream.cli.pulse import Pulse
 
 BLOCK_MS = 1000
 
@@ -26,7 +28,7 @@ BLOCK_MS = 1000
 def status(target: Target, as_json: bool) -> None:
     """Show the run's state, its workers, its queues and its books."""
     with connected(target.url) as client:
-        found = look(client, target.run)
+        found, _ = look(client, target.run)
     if as_json:
         click.echo(json.dumps(found))
         return
@@ -43,28 +45,43 @@ def status(target: Target, as_json: bool) -> None:
     through = f", now through Redis: {reader} does not see /dev/shm of the run" if reader else ""
     console.print(f"lane     {flow['lane']}{through if flow['lane'] == 'auto' else ''}", markup=False)
     console.print(_workers_table(found["workers"]))
-    queues = " · ".join(f"{name} {length}" for name, length in found["queues"].items())
+    queues = " · ".join(
+        f"{name} {length}" + (f" (oldest {found['oldest_s'][name]:.1f} s)" if length else "")
+        for name, length in found["queues"].items()
+    )
     console.print(f"queues   {queues} · dead letters so far {found['dead_letters']}", markup=False)
     console.print(found["books"]["sentence"], markup=False)
+    if found["bottleneck"]:
+        console.print(f"limit    {found['bottleneck']}", markup=False)
 
 
-def look(client: Client, run: str) -> dict[str, Any]:
-    """Everything that `status` shows, as plain data. Raises InputError when there is no such run."""
+def look(client: Client, run: str) -> tuple[dict[str, Any], Pulse]:
+    """Everything that `status` shows, as plain data, and the last seconds of the run.
+
+    Raises InputError when there is no such run."""
+    from vla_stream.broker.connection import ServerClock
+    from vla_stream.broker.tail import oldest_age_s
+    from vla_stream.cli.pulse import Pulse
+    from vla_stream.cli.samples import recent
     from vla_stream.flow import Flow
     from vla_stream.streams import presence
     from vla_stream.streams.keys import Keys
     from vla_stream.streams.notices import dead_letters_in_all, one_line
 
-    keys = Keys(run)
+    keys, clock = Keys(run), ServerClock(client)
     flow = Flow(client, keys)
     state = flow.state()
     if state is None:
         raise InputError(f"run {run}: not on this server; give the name and URL that `vla-stream run` shows")
-    books = flow.books()
+    books, server_ms = flow.books(), clock.now_ms()
+    pulse = Pulse()
+    pulse.add(recent(client, keys, server_ms - 1000 * pulse.window_s))
+    pulse.advance(server_ms / 1000)
+    shares = pulse.shares()
     shown = ("desired", "update", "version", "epoch", "generation", "lane")
     now_ms = int(time.time() * 1000)
     streams = {"obs-requests": keys.obs_requests, "trajectories": keys.trajectories}
-    return {
+    found = {
         "run": run,
         "updates": flow.config().updates,
         "flow": {name: getattr(state, name) for name in shown} | {"remote_reader": one_line(state.remote_reader)},
@@ -80,10 +97,13 @@ def look(client: Client, run: str) -> dict[str, Any]:
                 "progress": item.progress,
                 "shm": item.shm,
                 "alive_s": max(0, now_ms - item.started_ms) // 1000 if item.started_ms else 0,
+                "shares": asdict(shares[item.id]) if item.id in shares else None,
             }
             for item in presence.alive(client, keys)
         ],
+        "bottleneck": pulse.bottleneck(),
         "queues": {name: int(client.xlen(stream)) for name, stream in streams.items()},
+        "oldest_s": {name: oldest_age_s(client, stream, server_ms) for name, stream in streams.items()},
         "dead_letters": dead_letters_in_all(client, keys),
         "books": {
             "started": books.started,
@@ -94,20 +114,24 @@ def look(client: Client, run: str) -> dict[str, Any]:
             "sentence": str(books),
         },
     }
+    return found, pulse
 
 
 def _workers_table(workers: list[dict[str, Any]]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    from vla_stream.cli.progress import duration
+    from vla_stream.cli.progress import duration, share
 
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("worker", "host", "pid", "device", "version", "progress", "alive", "state"):
-        table.add_column(name, justify="right" if name in ("pid", "version", "progress", "alive") else "left")
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 1, 0, 0))
+    left = ("worker", "host", "device", "state")
+    for name in ("worker", "host", "pid", "device", "version", "progress", "alive", "work", "input", "held", "state"):
+        table.add_column(name, justify="left" if name in left else "right")
     for worker in workers:
         cells = [worker[name] for name in ("id", "host", "pid", "device", "version", "progress")]
-        cells += [duration(worker["alive_s"]), worker["state"]]
+        shares = worker["shares"] or {}
+        cells += [duration(worker["alive_s"]), *(share(shares.get(name)) for name in ("work", "input", "output"))]
+        cells.append(worker["state"])
         table.add_row(*(Text(str(cell)) for cell in cells))
     return table
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vla_stream.broker.codec import Fields, seal, unseal
+from vla_stream.broker.lanes import parse_reference
 from vla_stream.errors import BadMessage
 from vla_stream.streams.observations import MAX_ROWS
 
@@ -64,6 +65,14 @@ class ObsRequest:
     mode: str
     payload: bytes | None
     ref: str
+
+    @property
+    def way(self) -> tuple[str, int]:
+        """The lane that its observations take, and their bytes."""
+        if self.payload is not None:
+            return "inline", len(self.payload)
+        lane, _, _, size, _ = parse_reference(self.ref)
+        return lane, size
 
     def to_fields(self) -> dict[bytes, bytes]:
         fields: dict[str, str | bytes | int] = {
