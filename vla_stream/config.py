@@ -215,6 +215,14 @@ class Evaluation(Section):
     )
 
 
+class Tracking(Section):
+    tensorboard: bool = Field(default=False, description="Event files for TensorBoard in runs/<name>/tensorboard.")
+    wandb: str | None = Field(default=None, min_length=1, description="Project at Weights & Biases.")
+    prometheus_port: int | None = Field(
+        default=None, ge=1, le=65535, description="Port on loopback at which Prometheus finds the metrics."
+    )
+
+
 class Config(Section):
     name: str = Field(default="demo", pattern=RUN_NAME, description="The run's name.")
     seed: int = Field(default=0, ge=0, le=MAX_SEED, description="Seed of resets, sampling noise and minibatch order.")
@@ -230,6 +238,7 @@ class Config(Section):
     broker: Broker = Broker()
     pretrain: Pretrain | None = None
     evaluation: Evaluation = Evaluation()
+    tracking: Tracking = Tracking()
 
     @property
     def run_dir(self) -> Path:

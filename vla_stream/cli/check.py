@@ -109,7 +109,9 @@ def check_classes(config: Config) -> None:
     """Classes that the config names, and the environment's options, where this host needs them. The policy's are left
     to its workers: reading them may import torch. Raises InputError."""
     from vla_stream import plugins
+    from vla_stream.cli.trackers import check_installed
 
+    check_installed(config)
     if config.generators.count > 0:
         plugins.load_class(plugins.BATCHING, config.generators.batching)
 

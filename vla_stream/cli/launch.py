@@ -18,6 +18,7 @@ from vla_stream.cli.finish import newest_update
 from vla_stream.cli.progress import Progress
 from vla_stream.cli.samples import METRICS_FILE, MetricsFile
 from vla_stream.cli.signals import Signals
+from vla_stream.cli.trackers import Trackers
 from vla_stream.config import Config
 from vla_stream.environments.protocol import Specification
 from vla_stream.errors import InputError, RunFailed
@@ -76,6 +77,7 @@ class Launch:
         self._janitor: Janitor | None = None
         self._token = secrets.token_hex(8)
         self.metrics = MetricsFile(self.client, self.keys, self.run_dir / METRICS_FILE, display.tell)
+        self._trackers = Trackers(display.tell)
         self._told: deque[str] = deque(maxlen=200)
         self._event_times: dict[str, float] = {}
         self._next_beat_s = self._next_look_s = self._next_types_s = 0.0
@@ -89,6 +91,7 @@ class Launch:
             check_server(self.client)
             self._create()
             self._claim()
+            self._trackers.open(self.config)
             # Ours alone from here on: no other launcher has this run on this server.
             self._janitor = Janitor(self.flow.shm_folder())
             if self.resume:
@@ -216,12 +219,15 @@ class Launch:
     def read_metrics(self) -> None:
         """What workers wrote since the last look, also after their end."""
         with contextlib.suppress(*UNREACHABLE):
-            self.progress.add(self.metrics.read())
+            self._take_metrics()
+
+    def _take_metrics(self) -> None:
+        self.progress.add(self._trackers.add(self.metrics.read()))
 
     def close_books(self) -> None:
         """The last metrics and events, and what became of every segment, told, and kept in metrics.jsonl."""
         self._silent = self._unreachable
-        self._ask_last(lambda: self.progress.add(self.metrics.read()))
+        self._ask_last(self._take_metrics)
         self._ask_last(self._show_events)
         self._ask_last(self._write_books)
         if self._silent:
@@ -289,7 +295,7 @@ class Launch:
         self._next_beat_s = now_s + BEAT_S
         self._claim()
         self._specification = self._specification or self.flow.specification()
-        self.progress.add(self.metrics.read())
+        self._take_metrics()
         if state is not None:
             self.progress.update = state.update
         self.progress.queue_depth = int(self.client.xlen(self.keys.obs_requests))
@@ -337,6 +343,7 @@ class Launch:
                 self._ask_last(lambda: presence.release(self.flow.scripts, self.keys, LAUNCHER, self._token))
         if self._janitor is not None:
             self._janitor.close()
+        self._trackers.close()
         self.client.close()
 
     def _ask_last(self, step: Callable[[], object]) -> None:

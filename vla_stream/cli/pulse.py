@@ -95,9 +95,9 @@ class Pulse:
         counts: Counter[str] = Counter()
         for record in [*self._recent(), *self._updates]:
             for name in record:
-                match = BUCKET.fullmatch(name)
-                if match and match[1] == metric:
-                    counts[match[2]] += int(number(record, name) or 0)
+                base, _, bound = name.partition("[")
+                if base == metric and is_bucket(name):
+                    counts[bound.rstrip("]")] += int(number(record, name) or 0)
         return {bound: counts[bound] for bound in sorted(counts, key=_bound)}
 
     def shares(self) -> dict[str, Shares]:
@@ -174,6 +174,12 @@ class Pulse:
         seconds = (number(others[-1], "time") or 0.0) - (number(first, "time") or 0.0)
         amount = sum(number(record, metric) or 0.0 for record in others) if counted else len(others)
         return amount / seconds if seconds > 0 else None
+
+
+def is_bucket(name: str) -> bool:
+    """Whether it is `<metric>[<bound>]`, as Meter.bucket writes it."""
+    match = BUCKET.fullmatch(name)
+    return match is not None and (match[2] == "inf" or _bound(match[2]) != float("inf"))
 
 
 def _bound(text: str) -> float:
