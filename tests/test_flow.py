@@ -159,6 +159,19 @@ def test_a_segment_is_permitted_with_the_lane_of_that_moment_which_is_announced(
     assert announced == {b"lane": b"redis", b"by": b"a person"}
 
 
+def test_how_many_workers_people_want_is_in_the_state_and_announced(flow: Flow) -> None:
+    state = flow.state()
+    assert state is not None and state.scale == {}
+    flow.set_scale("generator", 3, by="a person")
+    state = flow.state()
+    assert state is not None and state.scale == {"generator": 3}
+    ((_, announced),) = flow.client.xrange(flow.keys.control)
+    assert announced == {b"scale": b"generator", b"count": b"3", b"by": b"a person"}
+    flow.client.hset(flow.keys.flow, "scale.simulator", "many")
+    with pytest.raises(Garbled, match=r"scale\.simulator"):
+        flow.state()
+
+
 def test_the_first_remote_reader_is_named_with_every_permit_until_a_person_sets_the_lane(flow: Flow) -> None:
     assert flow.add_remote_reader("generator-3") and not flow.add_remote_reader("trainer-0")
     state, (permit,) = flow.state(), grant(flow, 1)

@@ -34,6 +34,7 @@ DESIRED: tuple[Desired, ...] = ("running", "paused", "draining", "stopped")
 LANES: tuple[LaneName, ...] = get_args(LaneName)
 SHM_TOKEN = re.compile(r"([0-9a-f]{8})?")
 NUMBER = re.compile(r"-?[0-9]{1,15}")  # as scripts write it and read it
+SCALABLE = ("simulator", "generator")
 STATE_NUMBERS = ("update", "version", "first_version", "epoch", "next_ticket")
 ADMISSION_NUMBERS = ("segments_per_update", "max_staleness")
 TICKETS_JUMPED = 100_000
@@ -61,7 +62,8 @@ class Permit:
 @dataclass(frozen=True, slots=True)
 class FlowState:
     """The `flow` hash. update: commits of this lineage; version: of the newest weights; generation: one server life;
-    lane: what people want; remote_reader: a worker for which `auto` must not mean /dev/shm, or empty."""
+    lane: what people want; remote_reader: a worker for which `auto` must not mean /dev/shm, or empty; scale: workers of
+    a role that the launcher shall have, where people said so."""
 
     desired: Desired
     update: int
@@ -73,6 +75,7 @@ class FlowState:
     shm_token: str
     lane: LaneName
     remote_reader: str
+    scale: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +187,19 @@ class Flow:
         if lane not in LANES:
             raise self._garbled("lane", lane, f"one of {', '.join(LANES)}")
         generation, reader = raw.get("generation", ""), raw.get("remote_reader", "")
+        scale = {
+            role: _number(self.keys.flow, f"scale.{role}", raw[f"scale.{role}"])
+            for role in SCALABLE
+            if f"scale.{role}" in raw
+        }
         return FlowState(
-            desired=desired, generation=generation, shm_token=token, lane=lane, remote_reader=reader, **numbers
+            desired=desired,
+            generation=generation,
+            shm_token=token,
+            lane=lane,
+            remote_reader=reader,
+            scale=scale,
+            **numbers,
         )
 
     def _garbled(self, field: str, text: str, expected: str) -> Garbled:
@@ -214,6 +228,12 @@ class Flow:
         that does not see the run's /dev/shm. Raises NoSuchRun."""
         arguments = [lane, by, CONTROL_KEPT, remote_reader]
         if self._call(scripts.SET_LANE, [self.keys.flow, self.keys.control], arguments) != 1:
+            raise self._no_such_run()
+
+    def set_scale(self, role: str, count: int, by: str) -> None:
+        """The launcher shall have so many workers of a role (one of SCALABLE), and announce it. Raises NoSuchRun."""
+        arguments = [role, count, by, CONTROL_KEPT]
+        if self._call(scripts.SET_SCALE, [self.keys.flow, self.keys.control], arguments) != 1:
             raise self._no_such_run()
 
     def add_remote_reader(self, worker_id: str) -> bool:

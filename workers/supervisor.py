@@ -158,6 +158,18 @@ class Supervisor:
             ids.append(worker_id)
         return ids
 
+    def scale(self, role: str, count: int) -> None:
+        """Have so many workers of a role: start the missing ones, ask the newest to finish what they have begun and
+        leave. Raises as `launch`."""
+        staying = [child for child in self.children.values() if child.role == role and not child.asked]
+        self.launch(role, max(0, count - len(staying)))
+        for child in staying[count:]:
+            if child.process is None:
+                self._forget(child, EXIT_FINISHED)
+            else:
+                child.asked = True
+                send_signal(child.process, signal.SIGTERM)
+
     def step(self) -> list[Notice]:
         """One round: reap, restart, look for silent workers and missing roles, sweep. Returns what happened."""
         now_s = time.monotonic()

@@ -189,6 +189,26 @@ def test_the_lane_is_shown_and_changed(
     assert "\nlane     redis\n" in capsys.readouterr().out
 
 
+def test_the_numbers_of_workers_are_asked_for_and_other_words_are_refused(
+    client: Client, keys: Keys, where: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(["scale", "generators=3", "simulator=1", *where]) == 0
+    shown = capsys.readouterr().out
+    assert shown == f"run {keys.run}: its launcher is told to have 3 generators, 1 simulator\n"
+    state = Flow(client, keys).state()
+    assert state is not None and state.scale == {"generator": 3, "simulator": 1}
+    for words, complaint in (
+        ("trainers=2", "scale 'trainers=2': unknown, expected simulators=N or generators=N"),
+        ("generators", "scale 'generators': expected a number from 1 to 1000"),
+        ("generators=0", "scale 'generators=0': expected a number from 1 to 1000; `pause` stops all of a run"),
+        ("simulators=¹", "scale 'simulators=¹': expected a number"),
+    ):
+        assert call(["scale", "simulators=5", words, *where]) == 2
+        assert complaint in capsys.readouterr().err
+    assert Flow(client, keys).state() == state
+    assert call(["scale", "generators=3", "--run", "nobody", *where[2:]]) == 2
+
+
 def test_while_a_reader_does_not_see_dev_shm_lane_auto_means_redis_and_lane_shm_is_refused(
     client: Client, keys: Keys, where: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -206,6 +206,32 @@ def test_generators_are_asked_to_leave_only_when_the_simulators_have_left(bench:
     assert supervisor.finished == {"simulator-0": 0, "generator-0": 0}
 
 
+def test_scaling_starts_what_is_missing_and_lets_the_newest_finish_and_leave(bench: Bench) -> None:
+    supervisor = bench.supervise(UNTIL_TOLD)
+    supervisor.launch("simulator", 1)
+    supervisor.scale("simulator", 3)
+    bench.until(lambda: all(bench.pids(f"simulator-{number}") for number in range(3)))
+    supervisor.scale("simulator", 1)
+    supervisor.scale("simulator", 2)  # at once: those that leave do not count any more
+    bench.until(lambda: supervisor.count("simulator") == 2 and bool(bench.pids("simulator-3")))
+    assert list(supervisor.children) == ["simulator-0", "simulator-3"]
+    assert supervisor.finished == {"simulator-1": 0, "simulator-2": 0} and "restarted" not in bench.kinds()
+
+
+def test_a_worker_that_crashed_is_not_started_again_where_there_are_too_many(bench: Bench) -> None:
+    supervisor = bench.supervise(UNTIL_TOLD)
+    supervisor.launch("generator", 2)
+    bench.until(lambda: bool(bench.pids("generator-0") and bench.pids("generator-1")))
+    crashed = supervisor.children["generator-1"]
+    assert crashed.process is not None
+    crashed.process.kill()
+    crashed.process.wait()
+    crashed.process = None  # before its restart
+    supervisor.scale("generator", 1)
+    supervisor.step()
+    assert list(supervisor.children) == ["generator-0"] and len(bench.pids("generator-1")) == 1
+
+
 def test_a_worker_that_crashes_while_draining_is_reported_and_stays_down(bench: Bench) -> None:
     supervisor = bench.supervise(UNTIL_TOLD + "raise RuntimeError('too late')\n")
     supervisor.launch("simulator", 1)

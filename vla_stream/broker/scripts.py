@@ -245,6 +245,18 @@ return 1
     frees_memory=True,
 )
 
+SET_SCALE = Script(
+    "set_scale",
+    """
+-- KEYS flow control | ARGV role count by kept ; as set_desired.
+if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
+redis.call('HSET', KEYS[1], 'scale.' .. ARGV[1], ARGV[2])
+redis.call('XADD', KEYS[2], 'MAXLEN', '~', ARGV[4], '*', 'scale', ARGV[1], 'count', ARGV[2], 'by', ARGV[3])
+return 1
+""",
+    frees_memory=True,
+)
+
 ANNOUNCE = Script(
     "announce",
     """

@@ -1,4 +1,4 @@
-"""`vla-stream stop`, `drain`, `pause`, `resume`, `lane`: what the run shall do; its workers obey within a second."""
+"""`vla-stream stop`, `drain`, `pause`, `resume`, `lane`, `scale`: what the run shall do; it obeys within a second."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from vla_stream.errors import InputError
 
 if TYPE_CHECKING:
     from vla_stream.flow import Desired
+
+MOST_WORKERS = 1000  # of a role on one host
 
 
 @click.command()
@@ -65,6 +67,35 @@ def lane(target: Target, lane: str) -> None:
         flow.set_lane(wanted, by="vla-stream lane", remote_reader=reader)
     through = f", which is through Redis for {reader}" if reader and wanted == "auto" else ""
     click.echo(f"run {target.run}: segments begun from now on have lane {wanted}{through}")
+
+
+@click.command()
+@click.argument("counts", metavar="ROLE=N...", nargs=-1, required=True)
+@target_options
+def scale(target: Target, counts: tuple[str, ...]) -> None:
+    """Change how many simulators or generators `run` has on its host: scale generators=3 simulators=8.
+
+    Those that are too many finish their segments first. Attached pools stay as they are.
+    """
+    from vla_stream.flow import SCALABLE, Flow
+    from vla_stream.streams.keys import Keys
+
+    wanted: dict[str, int] = {}
+    roles = " or ".join(f"{role}s=N" for role in SCALABLE)
+    for text in counts:
+        name, _, digits = text.partition("=")
+        role = name.removesuffix("s")
+        if role not in SCALABLE:
+            raise InputError(f"scale {text!r}: unknown, expected {roles}")
+        if not (digits.isascii() and digits.isdecimal() and 1 <= int(digits[:9]) <= MOST_WORKERS):
+            raise InputError(f"scale {text!r}: expected a number from 1 to {MOST_WORKERS}; `pause` stops all of a run")
+        wanted[role] = int(digits[:9])
+    with connected(target.url) as client:
+        flow = Flow(client, Keys(target.run))
+        for role, number in wanted.items():
+            flow.set_scale(role, number, by="vla-stream scale")
+    shown = ", ".join(f"{number} {role}{'' if number == 1 else 's'}" for role, number in wanted.items())
+    click.echo(f"run {target.run}: its launcher is told to have {shown}")
 
 
 def _desire(target: Target, desired: Desired, answer: str) -> None:

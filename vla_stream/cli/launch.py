@@ -84,6 +84,7 @@ class Launch:
         self._last: LastSeen | None = None
         self._specification: Specification | None = None
         self._claimed = self._silent = False
+        self._scaled: dict[str, int] = {}  # as done last
         self._started_ms = int(time.time() * 1000)
 
     def __enter__(self) -> Launch:
@@ -141,12 +142,24 @@ class Launch:
                 return "interrupted"
             state = self.beat()
             if not supervisor.draining:
+                self._scale(state, supervisor)
                 ended = self._reason_to_end(state, supervisor)
                 if ended is not None:
                     ending = ended
             elif not supervisor.children:
                 return ending
             time.sleep(STEP_S)
+
+    def _scale(self, state: FlowState | None, supervisor: Supervisor) -> None:
+        """Follow `vla-stream scale`."""
+        for role, count in (state.scale if state is not None else {}).items():
+            if self._scaled.get(role) != count:
+                with contextlib.suppress(*UNREACHABLE):  # the next look tries it again
+                    supervisor.scale(role, count)
+                    self._scaled[role] = count
+                    sentence = f"{count} {role}{'' if count == 1 else 's'} from now on, as somebody asked for"
+                    self.display.tell(sentence)
+                    notices.say(self.client, self.keys, LAUNCHER, "scaled", sentence)
 
     def _reason_to_end(self, state: FlowState | None, supervisor: Supervisor) -> Ending | None:
         """Looks for one, and begins to drain when there is one."""

@@ -43,6 +43,7 @@ COMMANDS: Mapping[str, Entry] = {
     "pause": Entry("control", "pause", "Start no new segments until `resume`."),
     "resume": Entry("control", "resume", "Go on after `pause`."),
     "lane": Entry("control", "lane", "Change the way of observations: /dev/shm, Redis, inline."),
+    "scale": Entry("control", "scale", "Change how many simulators or generators a run has."),
     "demos": Entry("demos", "demos", "Record demonstrations of the environment's expert for the warm start."),
     "eval": Entry("evaluate", "evaluate", "Success of a checkpoint on fixed seeds, with its interval."),
     "replay": Entry("replay", "replay", "Make a recorded update once more and compare what it gave."),
