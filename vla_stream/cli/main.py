@@ -46,6 +46,7 @@ COMMANDS: Mapping[str, Entry] = {
     "scale": Entry("control", "scale", "Change how many simulators or generators a run has."),
     "demos": Entry("demos", "demos", "Record demonstrations of the environment's expert for the warm start."),
     "eval": Entry("evaluate", "evaluate", "Success of a checkpoint on fixed seeds, with its interval."),
+    "export": Entry("export", "export", "A checkpoint as a folder to share: weights, config, model card."),
     "replay": Entry("replay", "replay", "Make a recorded update once more and compare what it gave."),
     "check": Entry("check", "check", "Validate a config and show what a run would do."),
     "bench": Entry("bench", "bench", "Measure throughput and transport on this machine."),
