@@ -64,7 +64,7 @@ def inputs(policy: Pi0, observations: Observations) -> dict[str, torch.Tensor]:
     from vla_stream.policies.vlm_inputs import fit_images
 
     pixels = torch.stack(
-        [fit_images(policy._tensor(observations.images[camera]), 32) for camera in policy._cameras], dim=1
+        [fit_images(policy.tensor(observations.images[camera]), 32) for camera in policy._cameras], dim=1
     )
     present = torch.ones(pixels.shape[:2], dtype=torch.bool)
     return {

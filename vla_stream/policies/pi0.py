@@ -36,21 +36,19 @@ from vla_stream.environments.protocol import Observations, Specification
 from vla_stream.errors import InputError
 from vla_stream.policies import flow_matching as flow
 from vla_stream.policies import pi0_network, pretrained
-from vla_stream.policies.partly_trained import PartlyTrained
+from vla_stream.policies.network_policy import NetworkOptions, NetworkPolicy, as_array
 from vla_stream.policies.protocol import Act, Evaluation, row_noise
-from vla_stream.policies.recompute import recompute
-from vla_stream.policies.transfer import to_device
 from vla_stream.policies.vlm_inputs import Prompts, chosen_cameras, fit_images
-from vla_stream.sections import PlainPath, Section
+from vla_stream.sections import PlainPath
 
 _LABEL_TIMES = (1.5, 1.0)  # of the Beta distribution that imitation draws its times from, and …
 _LABEL_SCALE, _LABEL_OFFSET = 0.999, 0.001  # … how they are mapped: both are π0's
 
 
-class Pi0(PartlyTrained):
+class Pi0(NetworkPolicy):
     """The policy: the network, preprocessing, a value head, and log-probs."""
 
-    class Options(Section):
+    class Options(NetworkOptions):
         """Options of `policy.options` when `policy.name` is pi0."""
 
         checkpoint: PlainPath | None = Field(
@@ -61,16 +59,10 @@ class Pi0(PartlyTrained):
             validate_default=True,
             description="File with the statistics of the robot's data. Default: the checkpoint's own.",
         )
-        cameras: list[str] | None = Field(
-            default=None,
-            description="Cameras to look at, in the checkpoint's order. Default: all, in the environment's.",
-        )
-        words: int = Field(default=48, ge=2, description="Tokens of an instruction that are read.")
         train: pi0_network.Trained = Field(
             default="expert",
             description="expert: not the vision-language model; lora: adapters in both, and the heads.",
         )
-        lora_rank: int = Field(default=32, ge=1, description="Rank of the adapters of `train: lora`.")
         noise: Literal["sde", "learned"] = Field(
             default="sde",
             description="Flow-SDE: one denoising step of a row is random. Its entropy is the same for all weights: an "
@@ -84,13 +76,6 @@ class Pi0(PartlyTrained):
         temperature: float = Field(default=1.0, gt=0, description="Factor of the random steps' standard deviation.")
         evaluation_temperature: float = Field(
             default=1.0, ge=0, description="Factor of the first noise, always the same one, where nothing is sampled."
-        )
-        precision: Literal["float32", "bfloat16"] = Field(
-            default="float32", description="Of the network's sums (autocast); weights and log-probs are float32."
-        )
-        compile: bool = Field(default=False, description="torch.compile: pays off with few fixed batch sizes.")
-        gradient_checkpointing: bool = Field(
-            default=False, description="Compute layers again for their gradients: less memory, a third more time."
         )
 
         @field_validator("checkpoint")
@@ -118,7 +103,7 @@ class Pi0(PartlyTrained):
 
     def __init__(self, options: Pi0.Options, specification: Specification, chunk: int) -> None:
         """Raises InputError for an environment or a chunk that the network or the statistics do not fit."""
-        super().__init__()
+        super().__init__(options)
         self._options, self._specification, self._chunk = options, specification, chunk
         self._cameras = chosen_cameras(options.cameras, specification)
         self._config = pi0_network.read_config(options.checkpoint, chunk)
@@ -134,25 +119,14 @@ class Pi0(PartlyTrained):
         self._prompts = Prompts(pi0_network.tokenizer(options.checkpoint), first, options.words, text.pad_token_id)
         pi0_network.choose_trained(self.network, options.train, options.lora_rank)
         width = self._config.dit_config.hidden_size
-        self.value_head = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, 1))
+        self.add_value_head(width)
         self._delta = 1 / options.denoising_steps
         self._all_random = options.noise == "learned"
         if self._all_random:
             self.noise_head = nn.Linear(width, self._config.max_action_dim)
             self.log_std_range: Tensor
             self.register_buffer("log_std_range", torch.tensor(options.learned_std).log(), persistent=False)
-        self.close_base()
-        if options.gradient_checkpointing:
-            for layer in pi0_network.layers(self.network):
-                recompute(layer)
-        if options.compile:
-            for part in (self.network.model.vlm, self.network.model.dit):
-                part.compile()
-
-    @property
-    def low_precision(self) -> bool:
-        """See the protocol."""
-        return self._options.precision != "float32"
+        self.close_network(pi0_network.layers(self.network), (self.network.model.vlm, self.network.model.dit))
 
     def act(self, observations: Observations, noise_keys: np.ndarray | None) -> Act:
         """See the protocol. Without keys every step is the ODE's, from one and the same first noise. Extras:
@@ -180,15 +154,15 @@ class Pi0(PartlyTrained):
             actions = self._executed(x) * self.action_std + self.action_mean
             extras = {"chain": torch.stack(chain, dim=1).float(), "random_steps": random_steps}
             return Act(
-                _array(actions),
-                _array(self._executed(logprobs)),
-                _array(self._values(outputs)),
+                as_array(actions),
+                as_array(self._executed(logprobs)),
+                as_array(self._values(outputs)),
                 {name: tensor.cpu().numpy() for name, tensor in extras.items()},
             )
 
     def evaluate(self, observations: Observations, actions: np.ndarray, extras: Mapping[str, np.ndarray]) -> Evaluation:
         """See the protocol. The actions are the end of the chain in the extras."""
-        chain, random_steps = self._tensor(extras["chain"]), torch.from_numpy(extras["random_steps"])
+        chain, random_steps = self.tensor(extras["chain"]), torch.from_numpy(extras["random_steps"])
         random_steps = random_steps.to(chain.device)
         prefix = self._prefix(observations)
         times = self._times()
@@ -213,7 +187,7 @@ class Pi0(PartlyTrained):
     def imitation_loss(self, observations: Observations, actions: np.ndarray, valid: np.ndarray) -> Tensor:
         """See the protocol: the mean square of the error of the velocity, at random times. The network's actions beyond
         the demonstrated ones repeat the last of them, without counting."""
-        labels = (self._tensor(actions) - self.action_mean) / self.action_std
+        labels = (self.tensor(actions) - self.action_mean) / self.action_std
         beyond = labels[:, -1:].expand(-1, self._config.chunk_size - self._chunk, -1)
         labels = self._padded(torch.cat([labels, beyond], dim=1), self._config.max_action_dim)
         # On the host, so that the draw is the same on every device.
@@ -223,7 +197,7 @@ class Pi0(PartlyTrained):
         x = t[:, None, None] * noise + (1 - t[:, None, None]) * labels
         _, velocity = self._expert(self._prefix(observations), x, t)
         errors = self._executed((velocity - (noise - labels)).square())
-        weight = self._tensor(valid).unsqueeze(-1).expand_as(errors)
+        weight = self.tensor(valid).unsqueeze(-1).expand_as(errors)
         return (errors * weight).sum() / weight.sum().clamp(min=1)
 
     def set_state_statistics(self, mean: np.ndarray, std: np.ndarray) -> None:
@@ -232,23 +206,16 @@ class Pi0(PartlyTrained):
             self.state_mean.copy_(torch.from_numpy(mean))
             self.state_std.copy_(torch.from_numpy(pretrained.constants_kept(std)))
 
-    def parameter_groups(self) -> Mapping[str, list[nn.Parameter]]:
-        """See the protocol. `value` is the head alone: training it cannot move the actions."""
-        value = list(self.value_head.parameters())
-        ids = {id(parameter) for parameter in value}
-        trained = [parameter for parameter in self.parameters() if parameter.requires_grad and id(parameter) not in ids]
-        return {"policy": trained, "value": value}
-
     # ---- the network
 
     def _prefix(self, observations: Observations) -> _Prefix:
         """What does not change while a chunk is denoised."""
-        ids, mask = map(self._host, self._prompts(observations.instruction))
-        images = [self._tensor(observations.images[camera]) for camera in self._cameras]
+        ids, mask = map(self.host, self._prompts(observations.instruction))
+        images = [self.tensor(observations.images[camera]) for camera in self._cameras]
         pixels = torch.stack([fit_images(image, self._image_size) for image in images], dim=1)
         present = torch.ones(pixels.shape[:2], dtype=torch.bool, device=pixels.device)
         model = self.network.model
-        with self._autocast():
+        with self.autocast():
             embeddings = model.embed_prefix(ids, pixels, present)
             # Zeros: attention within the prefix goes both ways.
             types = torch.zeros(ids.shape, dtype=embeddings.dtype, device=ids.device)
@@ -259,14 +226,14 @@ class Pi0(PartlyTrained):
                 token_type_ids=types,
                 use_cache=True,
             ).cache
-        state = (self._tensor(observations.state) - self.state_mean) / self.state_std
+        state = (self.tensor(observations.state) - self.state_mean) / self.state_std
         return _Prefix(cache, mask, self._padded(state, self._config.max_state_dim))
 
     def _expert(self, prefix: _Prefix, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         """The action expert's output [B, C, W] and the velocity [B, C, D] at x [B, C, D] and times t [B]."""
         network, cache = self.network, prefix.cache
         length = cache.get_seq_length()
-        with self._autocast():
+        with self.autocast():
             embeddings = network.embed_action_time(prefix.state, x, t.to(x.dtype))
             outcome = network.model(action_embeds=embeddings, attention_mask=prefix.mask, cache=cache)
             output = outcome.last_hidden_state[:, -self._config.chunk_size :]
@@ -287,8 +254,7 @@ class Pi0(PartlyTrained):
     def _values(self, outputs: list[Tensor]) -> Tensor:
         """Values [B] from the action expert's outputs [B, C, W] of all denoising steps."""
         executed = torch.stack([output[:, : self._chunk].mean(1) for output in outputs])
-        values: Tensor = self.value_head(executed.mean(0).detach()).squeeze(-1)
-        return values
+        return self.values_of(executed.mean(0))
 
     def _draw(self, noise_keys: np.ndarray | None, rows: int) -> tuple[Tensor, Tensor, Tensor]:
         """First noise [B, C, D], that of the random steps [B, R, C, D], and which steps these are [B, R]."""
@@ -296,7 +262,7 @@ class Pi0(PartlyTrained):
         random = steps if self._all_random else 1
         keys = np.zeros(rows, dtype=np.uint64) if noise_keys is None else noise_keys
         size = shape[0] * shape[1]
-        normal = self._tensor(row_noise(keys, 1 + (1 + random) * size))
+        normal = self.tensor(row_noise(keys, 1 + (1 + random) * size))
         noise = normal[:, 1:].reshape(rows, 1 + random, *shape)
         if self._all_random:
             random_steps = torch.arange(steps, device=normal.device).expand(rows, steps)
@@ -332,15 +298,6 @@ class Pi0(PartlyTrained):
     def _padded(self, x: Tensor, dims: int) -> Tensor:
         return F.pad(x, (0, dims - x.shape[-1]))
 
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.action_std.device.type, torch.bfloat16, enabled=self.low_precision)
-
-    def _host(self, array: np.ndarray) -> Tensor:
-        return to_device(array, self.action_std.device)
-
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        return self._host(array).to(self.action_std.dtype)
-
 
 @dataclass(frozen=True, slots=True)
 class _Prefix:
@@ -361,8 +318,3 @@ def _check_fit(config: Any, specification: Specification, chunk: int) -> None:
             raise InputError(
                 f"policy pi0: {what} has {got} {unit}, expected at most {most}, as its checkpoint has; use another"
             )
-
-
-def _array(tensor: Tensor) -> np.ndarray:
-    array: np.ndarray = tensor.float().cpu().numpy()
-    return array

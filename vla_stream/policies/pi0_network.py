@@ -1,6 +1,6 @@
 """transformers' PI0ForConditionalGeneration: from a checkpoint, or tiny; and which of its parameters are trained.
 
-The only module that imports transformers, tokenizers and peft, and late: they take seconds.
+transformers and tokenizers are imported late: they take seconds.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ import torch
 from torch import nn
 
 from vla_stream.errors import InputError
-from vla_stream.policies import pretrained
+from vla_stream.policies import networks, pretrained
 
 ARCHITECTURE = "pi0"  # as config.json names it
 
 Trained = Literal["all", "expert", "lora"]
 
-_TINY_SEED = 0
 _SPECIAL = ("<pad>", "<eos>", "<bos>")  # 0, 1, 2, as in Gemma
 
 
@@ -30,7 +29,7 @@ def read_config(folder: Path | None, chunk: int) -> Any:
         return PI0Config.from_pretrained(folder, local_files_only=True)
     layers = {"num_hidden_layers": 2, "num_attention_heads": 2}
     language = layers | {"num_key_value_heads": 1, "head_dim": 32}  # both share keys and values
-    tokens = len(_alphabet())
+    tokens = len(networks.byte_tokens(_SPECIAL))
     return PI0Config(
         vlm_config={
             "model_type": "paligemma",
@@ -53,8 +52,7 @@ def build(config: Any, folder: Path | None) -> Any:
     from transformers import PI0ForConditionalGeneration
 
     if folder is None:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(_TINY_SEED)
+        with networks.always_the_same():
             return PI0ForConditionalGeneration(config)
     # float32 also where they were saved in bfloat16: there the steps of a small learning rate would round to nothing.
     network, about = PI0ForConditionalGeneration.from_pretrained(
@@ -68,20 +66,11 @@ def build(config: Any, folder: Path | None) -> Any:
 
 def tokenizer(folder: Path | None) -> Any:
     """The folder's, or one whose tokens are bytes."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers import Tokenizer
 
     if folder is not None:
         return Tokenizer.from_file(str(folder / pretrained.TOKENIZER))
-    made = Tokenizer(models.BPE(vocab={text: index for index, text in enumerate(_alphabet())}, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    return made
-
-
-def _alphabet() -> list[str]:
-    """Names of the tokens of the tiny network."""
-    from tokenizers import pre_tokenizers
-
-    return [*_SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    return networks.byte_tokenizer(networks.byte_tokens(_SPECIAL))
 
 
 def choose_trained(network: Any, trained: Trained, lora_rank: int) -> None:
@@ -94,17 +83,13 @@ def choose_trained(network: Any, trained: Trained, lora_rank: int) -> None:
     unseen = [last.self_attn.q_proj, last.self_attn.o_proj, last.mlp, last.post_attention_layernorm, language.norm]
     network.requires_grad_(trained == "all")
     if trained == "lora":
-        from peft import LoraConfig, inject_adapter_in_model
-
         layers = [module for part in (language, expert) for module in part.modules()]
         places = [
             name
             for name, module in network.named_modules()
             if name.endswith(("q_proj", "v_proj")) and module in layers and module not in unseen
         ]
-        # The adapters are all that this leaves trainable.
-        config = LoraConfig(r=lora_rank, lora_alpha=lora_rank, target_modules=places)
-        inject_adapter_in_model(config, network)
+        networks.add_adapters(network, places, lora_rank)
     network.embed_action_time.requires_grad_(True)
     network.action_out_proj.requires_grad_(True)
     if trained == "expert":
