@@ -26,7 +26,8 @@ def checked(*paths: Path, overrides: tuple[str, ...] = ()) -> str:
     return done.output
 
 
-POLICIES = [CONFIGS / "pi0.yaml"]  # these go on top of an environment's
+# These go on top of an environment's.
+POLICIES = [CONFIGS / f"{name}.yaml" for name in ("pi0", "openvla", "openvla-oft")]
 GRPO = CONFIGS / "grpo.yaml"  # on top of the quick start, whose critic it does without
 
 
@@ -35,10 +36,12 @@ def test_every_config_is_valid_alone_and_under_every_policy(path: Path) -> None:
     assert checked(path).endswith("the config is valid\n")
     for policy in POLICIES:
         said = checked(path, policy)
-        assert f"name: {policy.stem}\n" in said and said.endswith("the config is valid\n")
+        assert f"name: {policy.stem.replace('-', '_')}\n" in said and said.endswith("the config is valid\n")
 
 
-@pytest.mark.parametrize("between", [[], *([policy] for policy in POLICIES)], ids=["alone", "pi0"])
+@pytest.mark.parametrize(
+    "between", [[], *([policy] for policy in POLICIES)], ids=["alone", *(policy.stem for policy in POLICIES)]
+)
 def test_another_algorithm_goes_on_top_of_the_quick_start_with_any_policy(between: list[Path]) -> None:
     assert checked(CONFIGS / "quickstart.yaml", *between, GRPO).endswith("the config is valid\n")
 

@@ -6,11 +6,14 @@
     processor_config.json   among others the statistics of the robot's data: state_mean, state_std, actions_mean, …
 
 Statistics may also come from a file of their own: the same names in JSON, or `meta/stats.json` of a LeRobotDataset.
+Those of an OpenVLA are ranges by the data set's name: `norm_stats` in config.json, or dataset_statistics.json.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +26,7 @@ from vla_stream.errors import InputError
 
 CONFIG, WEIGHTS, TOKENIZER, PROCESSOR = "config.json", "model.safetensors", "tokenizer.json", "processor_config.json"
 _INDEX = "model.safetensors.index.json"
+_LONGEST_HEADER = 100_000_000  # bytes; safetensors' own bound
 _SMALLEST_STD = 1e-4  # a number that varies less is a constant: dividing by its deviation would only amplify noise
 
 
@@ -48,11 +52,28 @@ class Statistics:
                 )
 
 
+@dataclass(frozen=True, slots=True)
+class ActionRange:
+    """What -1 and 1 of a normalised action stand for, f32[A]; where `scaled` bool[A] is not set, for themselves."""
+
+    low: np.ndarray
+    high: np.ndarray
+    scaled: np.ndarray
+
+    def check(self, specification: Specification, source: str) -> None:
+        """Raises InputError if it is that of another robot."""
+        if len(self.low) != specification.action_dims:
+            raise InputError(
+                f"{source}: statistics of {len(self.low)} action dims, but the environment has "
+                f"{specification.action_dims}; give those of this robot in policy.options.statistics"
+            )
+
+
 def check_folder(folder: Path, architecture: str) -> None:
     """Raises InputError unless the folder holds a whole model of this architecture, as config.json names it."""
     if not folder.is_dir():
         raise InputError(f"policy.options.checkpoint is {str(folder)!r}, no such folder; give a pretrained model's")
-    config = _read(folder / CONFIG)
+    config = read_json(folder / CONFIG)
     found = config.get("model_type")
     if found is None and config.get("type") == architecture:
         raise InputError(
@@ -64,17 +85,36 @@ def check_folder(folder: Path, architecture: str) -> None:
             f"{folder / CONFIG}: model_type is {found!r:.60}, expected {architecture!r}; give such a model, or another "
             "policy.name"
         )
-    parts = _read(folder / _INDEX).get("weight_map") if (folder / _INDEX).is_file() else {"": WEIGHTS}
+    for file in [*weight_files(folder), folder / TOKENIZER]:
+        if not file.is_file():
+            raise InputError(f"{folder}: lacks {file.name}, expected a whole model; copy the folder anew")
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The parts of a model, as its index names them. Raises InputError."""
+    parts = read_json(folder / _INDEX).get("weight_map") if (folder / _INDEX).is_file() else {"": WEIGHTS}
     if not isinstance(parts, dict) or not parts:
         raise InputError(f"{folder / _INDEX}: has no weight_map, expected the names of its parts; copy the folder anew")
-    for name in [*sorted({str(part) for part in parts.values()}), TOKENIZER]:
-        if not (folder / name).is_file():
-            raise InputError(f"{folder}: lacks {name}, expected a whole model; copy the folder anew")
+    return [folder / name for name in sorted({str(part) for part in parts.values()})]
+
+
+def weight_shapes(folder: Path) -> dict[str, list[int]]:
+    """The shape of each weight, by its name, from the first bytes of the files. Raises InputError."""
+    shapes: dict[str, list[int]] = {}
+    for file in weight_files(folder):
+        try:
+            with file.open("rb") as stream:
+                (length,) = struct.unpack("<Q", stream.read(8))
+                header = json.loads(stream.read(min(length, _LONGEST_HEADER)))
+            shapes |= {name: about["shape"] for name, about in header.items() if name != "__metadata__"}
+        except (OSError, ValueError, RecursionError, struct.error, TypeError, KeyError, AttributeError) as exc:
+            raise InputError(f"{file}: cannot be read, expected safetensors; copy the folder anew") from exc
+    return shapes
 
 
 def read_statistics(file: Path) -> Statistics:
     """From processor_config.json, or another of the forms above. Raises InputError."""
-    data = _read(file)
+    data = read_json(file)
     if isinstance(data.get("action"), dict):  # a LeRobotDataset's
         state, action = data.get("observation.state"), data["action"]
         names = ("observation.state.mean", "observation.state.std", "action.mean", "action.std")
@@ -93,6 +133,32 @@ def read_statistics(file: Path) -> Statistics:
     return Statistics(arrays[0], constants_kept(arrays[1]), arrays[2], constants_kept(arrays[3]))
 
 
+def read_action_range(file: Path, robot: str | None) -> ActionRange:
+    """From config.json or dataset_statistics.json: that of the data set `robot`, or of the only one there is. Raises
+    InputError."""
+    data = read_json(file)
+    sets = data.get("norm_stats") if "norm_stats" in data or file.name == CONFIG else data
+    if not isinstance(sets, dict) or not sets:
+        raise InputError(f"{file}: has no norm_stats, expected statistics; give a file in policy.options.statistics")
+    name = robot or (next(iter(sets)) if len(sets) == 1 else "")
+    if name not in sets:
+        near = difflib.get_close_matches(name, sets, n=1)
+        some = ", ".join(sorted(sets)[:5]) + (", …" if len(sets) > 5 else "")
+        raise InputError(
+            f"{file}: has no statistics of {name!r}, of {len(sets)} data sets; "
+            f"{f'did you mean {near[0]}?' if near else f'set policy.options.robot to one of {some}'}"
+        )
+    about = sets[name].get("action") if isinstance(sets[name], dict) else None
+    about = about if isinstance(about, dict) else {}
+    low, high = (_vector(file, f"{name}.action.{bound}", about.get(bound)) for bound in ("q01", "q99"))
+    mask = about.get("mask", [True] * len(low))
+    if not isinstance(mask, list) or not len(low) == len(high) == len(mask):
+        raise InputError(
+            f"{file}: q01, q99 and mask of {name} differ in length; give others in policy.options.statistics"
+        )
+    return ActionRange(low, high, np.array(mask, dtype=bool))
+
+
 def constants_kept(std: np.ndarray) -> np.ndarray:
     """Standard deviations to divide by: 1 for what does not vary."""
     return np.where(std < _SMALLEST_STD, 1.0, std).astype(np.float32)
@@ -108,7 +174,8 @@ def _vector(file: Path, name: str, value: object) -> np.ndarray:
     return np.array(numbers, dtype=np.float32)
 
 
-def _read(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """A mapping from a file. Raises InputError."""
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as exc:

@@ -5,11 +5,12 @@ One length, so that a row does not depend on what is said to others in its batch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -43,14 +44,47 @@ def fit_images(images: Tensor, size: int) -> Tensor:
     return pixels * 2 - 1
 
 
+def stretch_images(images: Tensor, size: int) -> Tensor:
+    """From [B, h, w, 3] in 0 … 255 to [B, 3, size, size] in [0, 1], whatever their proportions."""
+    pixels = images.permute(0, 3, 1, 2) / 255
+    if pixels.shape[-2:] != (size, size):
+        pixels = F.interpolate(pixels, (size, size), mode="bicubic", antialias=True).clamp(0, 1)
+    return pixels
+
+
+def crop_centre(pixels: Tensor, share: float) -> Tensor:
+    """The middle of square images [B, 3, size, size], `share` of their area, at the same size again."""
+    size, half = pixels.shape[-1], share**0.5
+    line = torch.linspace(-half, half, size, dtype=pixels.dtype, device=pixels.device)
+    grid = torch.stack(torch.meshgrid(line, line, indexing="xy"), dim=-1)
+    return F.grid_sample(pixels, grid.expand(len(pixels), -1, -1, -1), align_corners=True)
+
+
+def for_paligemma(sentence: str) -> str:
+    """As openpi writes it for PaliGemma: no underscore or line end within, one at the end."""
+    return sentence.strip().replace("_", " ").replace("\n", " ") + "\n"
+
+
 class Prompts:
     """Sentences as token ids, by a tokenizer of the `tokenizers` package.
 
-    first: ids before the sentence (images, start of text); words: tokens of a sentence that are read; padding: its id
+    first: ids before the text (images, start of text); words: tokens of the text that are read; padding: its id;
+    write: the text of a sentence; end: how each ends, which is kept where the text is too long; last: ids after it all
     """
 
-    def __init__(self, tokenizer: Any, first: Sequence[int], words: int, padding: int) -> None:
-        self._tokenizer, self._first, self._words, self._padding = tokenizer, list(first), words, padding
+    def __init__(
+        self,
+        tokenizer: Any,
+        first: Sequence[int],
+        words: int,
+        padding: int,
+        write: Callable[[str], str] = for_paligemma,
+        end: str = "",
+        last: Sequence[int] = (),
+    ) -> None:
+        self._tokenizer, self._words, self._padding, self._write = tokenizer, words, padding, write
+        self._first, self._last = list(first), list(last)
+        self._end = len(self._ids(end))
         self._cached = lru_cache(maxsize=4096)(self._encode)
 
     def __call__(self, sentences: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -59,9 +93,13 @@ class Prompts:
         return np.array(ids), np.array(mask)
 
     def _encode(self, sentence: str) -> tuple[list[int], list[int]]:
-        # As openpi writes it for PaliGemma: no underscore or line end within, one at the end.
-        text = sentence.strip().replace("_", " ").replace("\n", " ") + "\n"
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids[: self._words]
+        ids = self._ids(self._write(sentence))
+        if len(ids) > self._words:
+            ids = ids[: self._words - self._end] + ids[len(ids) - self._end :]
         missing = self._words - len(ids)
-        mask = [1] * (len(self._first) + len(ids)) + [0] * missing
-        return [*self._first, *ids, *[self._padding] * missing], mask
+        mask = [1] * (len(self._first) + len(ids)) + [0] * missing + [1] * len(self._last)
+        return [*self._first, *ids, *[self._padding] * missing, *self._last], mask
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
