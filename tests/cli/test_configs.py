@@ -27,7 +27,7 @@ def checked(*paths: Path, overrides: tuple[str, ...] = ()) -> str:
 
 
 # These go on top of an environment's.
-POLICIES = [CONFIGS / f"{name}.yaml" for name in ("pi0", "openvla", "openvla-oft")]
+POLICIES = [CONFIGS / f"{name}.yaml" for name in ("pi0", "openvla", "openvla-oft", "vlm")]
 GRPO = CONFIGS / "grpo.yaml"  # on top of the quick start, whose critic it does without
 
 

@@ -7,9 +7,12 @@ from typing import Literal
 
 import numpy as np
 import torch
+import xxhash
 from pydantic import Field
 from torch import Tensor, nn
 
+from vla_stream.environments.protocol import Observations
+from vla_stream.policies import networks
 from vla_stream.policies.partly_trained import PartlyTrained
 from vla_stream.policies.recompute import recompute
 from vla_stream.policies.transfer import to_device
@@ -25,6 +28,10 @@ class NetworkOptions(Section):
     )
     words: int = Field(default=48, ge=2, description="Tokens of an instruction that are read.")
     lora_rank: int = Field(default=32, ge=1, description="Rank of the adapters of `train: lora`.")
+    temperature: float = Field(default=1.0, gt=0, description="Of what training samples from.")
+    evaluation_temperature: float = Field(
+        default=0.0, ge=0, description="Of what evaluation samples from, by what is seen; 0: the mode, always."
+    )
     precision: Literal["float32", "bfloat16"] = Field(
         default="float32", description="Of the network's sums (autocast); weights and log-probs are float32."
     )
@@ -63,11 +70,11 @@ class NetworkPolicy(PartlyTrained):
         values: Tensor = self.value_head(features.detach()).squeeze(-1)
         return values
 
-    def close_network(self, layers: Iterable[nn.Module], parts: Iterable[nn.Module]) -> None:
-        """What is trained is known now. layers: those that may be computed again; parts: what may be compiled."""
+    def close_network(self, network: nn.Module, parts: Iterable[nn.Module]) -> None:
+        """What is trained is known now. parts: those of the network that may be compiled."""
         self.close_base()
         if self._recomputed:
-            for layer in layers:
+            for layer in networks.layers(network):
                 recompute(layer)
         if self._compiled:
             for part in parts:
@@ -96,3 +103,15 @@ def as_array(tensor: Tensor) -> np.ndarray:
     """f32 on the host."""
     result: np.ndarray = tensor.float().cpu().numpy()
     return result
+
+
+def keys_of(observations: Observations) -> np.ndarray:
+    """A noise key u64[B] for each row, by what it sees: the same whenever it is asked."""
+    keys = np.empty(len(observations), dtype=np.uint64)
+    for row in range(len(observations)):
+        digest = xxhash.xxh64(observations.state[row].tobytes())
+        for image in observations.images.values():
+            digest.update(np.ascontiguousarray(image[row]).data)
+        digest.update(observations.instruction[row].encode())
+        keys[row] = digest.intdigest()
+    return keys

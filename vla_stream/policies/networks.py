@@ -50,3 +50,10 @@ def halve_frozen(network: nn.Module) -> None:
     for module in network.modules():
         if isinstance(module, nn.Linear) and not any(parameter.requires_grad for parameter in module.parameters()):
             module.to(torch.bfloat16)
+
+
+def layers(network: nn.Module) -> list[nn.Module]:
+    """Those of all encoders and decoders in it, as transformers marks them."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [module for module in network.modules() if isinstance(module, GradientCheckpointingLayer)]

@@ -21,14 +21,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import xxhash
 from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor
 from torch.nn import functional as F
 
 from vla_stream.environments.protocol import Observations, Specification
 from vla_stream.policies import action_tokens, networks, openvla_network, pretrained
-from vla_stream.policies.network_policy import NetworkOptions, NetworkPolicy, as_array
+from vla_stream.policies.network_policy import NetworkOptions, NetworkPolicy, as_array, keys_of
 from vla_stream.policies.protocol import Act, Evaluation, row_noise
 from vla_stream.policies.vlm_inputs import Prompts, chosen_cameras, crop_centre, stretch_images
 from vla_stream.sections import PlainPath
@@ -67,12 +66,6 @@ class OpenVla(NetworkPolicy):
         train: openvla_network.Trained = Field(
             default="lora", description="lora: adapters at all linear layers but the head; all: everything."
         )
-        temperature: float = Field(default=1.0, gt=0, description="Of the softmax that training samples from.")
-        evaluation_temperature: float = Field(
-            default=0.0,
-            ge=0,
-            description="Of that of evaluation, which draws by what is seen; 0: the likeliest word, always.",
-        )
 
         @field_validator("checkpoint")
         @classmethod
@@ -110,7 +103,7 @@ class OpenVla(NetworkPolicy):
             for part in (network.dino, network.siglip, network.projector, network.language):
                 networks.halve_frozen(part)
         self.add_value_head(sizes.text.hidden_size)
-        self.close_network(network.layers(), (network.dino, network.siglip, network.language))
+        self.close_network(network, (network.dino, network.siglip, network.language))
 
     def act(self, observations: Observations, noise_keys: np.ndarray | None) -> Act:
         """See the protocol. Extras:
@@ -120,7 +113,7 @@ class OpenVla(NetworkPolicy):
         with torch.inference_mode():
             words, temperature = self._chunk * self._specification.action_dims, self._options.temperature
             if noise_keys is None and self._options.evaluation_temperature > 0:
-                noise_keys, temperature = _seen(observations), self._options.evaluation_temperature
+                noise_keys, temperature = keys_of(observations), self._options.evaluation_temperature
             normal = None if noise_keys is None else self.tensor(row_noise(noise_keys, words))
             logits, bins, said_first = self._say(self._prefix(observations), normal, temperature)
             logprobs = action_tokens.chosen(self._log_softmax(logits), bins)
@@ -276,15 +269,3 @@ def _causal(mask: Tensor, more: int) -> Tensor:
     before = torch.ones(count, count, dtype=torch.bool, device=mask.device).tril()
     # Padding sees itself: a softmax over nothing would be NaN.
     return (before & there[:, None, :] | torch.eye(count, dtype=torch.bool, device=mask.device)).unsqueeze(1)
-
-
-def _seen(observations: Observations) -> np.ndarray:
-    """A noise key u64[B] for each row, by what it sees: the same whenever it is asked."""
-    keys = np.empty(len(observations), dtype=np.uint64)
-    for row in range(len(observations)):
-        digest = xxhash.xxh64(observations.state[row].tobytes())
-        for image in observations.images.values():
-            digest.update(np.ascontiguousarray(image[row]).data)
-        digest.update(observations.instruction[row].encode())
-        keys[row] = digest.intdigest()
-    return keys

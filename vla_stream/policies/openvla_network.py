@@ -128,10 +128,6 @@ class OpenVlaNetwork(nn.Module):
         weight = self.lm_head.weight[last - BINS : last].flip(0)
         return F.linear(hidden.to(weight.dtype), weight)
 
-    def layers(self) -> list[nn.Module]:
-        """Those of both encoders and of Llama."""
-        return [*self.dino.encoder.layer, *self.siglip.encoder.layers, *self.language.layers]
-
 
 def tiny_sizes() -> Sizes:
     """Those of a random network of 250 k parameters with all the parts."""

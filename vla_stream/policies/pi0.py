@@ -126,7 +126,7 @@ class Pi0(NetworkPolicy):
             self.noise_head = nn.Linear(width, self._config.max_action_dim)
             self.log_std_range: Tensor
             self.register_buffer("log_std_range", torch.tensor(options.learned_std).log(), persistent=False)
-        self.close_network(pi0_network.layers(self.network), (self.network.model.vlm, self.network.model.dit))
+        self.close_network(self.network, (self.network.model.vlm, self.network.model.dit))
 
     def act(self, observations: Observations, noise_keys: np.ndarray | None) -> Act:
         """See the protocol. Without keys every step is the ODE's, from one and the same first noise. Extras:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from vla_stream.errors import InputError
 from vla_stream.policies import networks, pretrained
@@ -96,9 +95,3 @@ def choose_trained(network: Any, trained: Trained, lora_rank: int) -> None:
         expert.requires_grad_(True)
     for part in [*unseen, expert.embed_tokens]:
         part.requires_grad_(False)
-
-
-def layers(network: Any) -> list[nn.Module]:
-    """Those of the image encoder, the language model and the action expert."""
-    model = network.model
-    return [*model.vlm.vision_tower.encoder.layers, *model.vlm.language_model.layers, *model.dit.layers]

@@ -69,20 +69,21 @@ class ActionRange:
             )
 
 
-def check_folder(folder: Path, architecture: str) -> None:
-    """Raises InputError unless the folder holds a whole model of this architecture, as config.json names it."""
+def check_folder(folder: Path, *architectures: str) -> None:
+    """Raises InputError unless the folder holds a whole model of one of these, as config.json names them."""
     if not folder.is_dir():
         raise InputError(f"policy.options.checkpoint is {str(folder)!r}, no such folder; give a pretrained model's")
     config = read_json(folder / CONFIG)
     found = config.get("model_type")
-    if found is None and config.get("type") == architecture:
+    if found is None and config.get("type") in architectures:
         raise InputError(
             f"{folder / CONFIG}: is LeRobot's, expected that of transformers; write it anew with save_pretrained of "
             "the model's config class in transformers, the weights may stay"
         )
-    if found != architecture:
+    if found not in architectures:
         raise InputError(
-            f"{folder / CONFIG}: model_type is {found!r:.60}, expected {architecture!r}; give such a model, or another "
+            f"{folder / CONFIG}: model_type is {found!r:.60}, expected "
+            f"{' or '.join(map(repr, architectures))}; give such a model, or another "
             "policy.name"
         )
     for file in [*weight_files(folder), folder / TOKENIZER]:
