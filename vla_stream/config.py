@@ -5,6 +5,7 @@ Several YAML files compose left to right, `--set a.b=c` comes last. `load()` is 
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
 import re
@@ -15,6 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 import yaml
 from pydantic import BaseModel, Discriminator, Field, Tag, ValidationError
 
+from vla_stream import tasks
 from vla_stream.algorithm import Algorithm as Algorithm
 from vla_stream.errors import InputError
 from vla_stream.sections import Count, Decay, Milliseconds, PlainPath, Seconds
@@ -25,16 +27,39 @@ MAX_SEED = 2**63 - 1  # seeds.derive packs it into 8 bytes with a sign
 MAX_NUMBER = 10**12  # of updates, versions, tickets: Lua's tostring writes 1e+14 for what has more than 14 digits
 
 RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"
+TaskName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,31}$")]
+MOST_TASKS = 30  # each has a few figures in every update's sample, which holds 200
+LONGEST_ROUND = 1000  # tickets after which the tasks' order repeats
 
 CHECKPOINTS, DEMONSTRATIONS = "checkpoints", "demos.safetensors"  # names in runs/<name>/
 
 Model = TypeVar("Model", bound=BaseModel)
 
 
+class Task(Section):
+    weight: int = Field(default=1, ge=1, le=1000, description="Part of the trained segments, of all tasks' weights.")
+    batches: int = Field(
+        default=1,
+        ge=1,
+        le=1000,
+        description="Environment batches for each of a task with 1: more where it is slow.",
+    )
+    options: dict[str, Any] = Field(default_factory=dict, description="On top of environment.options.")
+
+
 class Environment(Section):
     name: str = Field(description="Entry point of the group vla_stream.environments, or module:Class.")
     max_steps: Count = Field(ge=1, description="Environment steps after which an episode is truncated.")
     options: dict[str, Any] = Field(default_factory=dict, description="Options of that environment; see its file.")
+    tasks: dict[TaskName, Task] = Field(
+        default_factory=dict, description="Several tasks in one run, by names of one's own. Default: one."
+    )
+
+    def only(self, task: str) -> Environment:
+        """As if this task were the only one."""
+        options = copy.deepcopy(self.options)
+        _merge(options, self.tasks[task].options)
+        return self.model_copy(update={"options": options, "tasks": {}})
 
 
 class Policy(Section):
@@ -373,6 +398,7 @@ def cross_check(config: Config) -> list[str]:
             f"{trainer.segments_per_update}; make segments_per_update a multiple of {trainer.optimiser_steps}"
         )
     problems += _algorithm_problems(config)
+    problems += _task_problems(config)
     if config.policy.init_from is not None and config.pretrain is not None:
         problems.append(
             "policy.init_from and pretrain are both set; remove one, since both say where the first weights come from"
@@ -407,6 +433,26 @@ def _algorithm_problems(config: Config) -> list[str]:
             "whose demonstrations are imitated; add it or set the coefficient to 0"
         )
     return problems
+
+
+def _task_problems(config: Config) -> list[str]:
+    listed, simulators = config.environment.tasks, config.simulators
+    if len(listed) > MOST_TASKS:
+        return [f"environment.tasks lists {len(listed)}, at most {MOST_TASKS}; leave some to runs of their own"]
+    for figure in ("weight", "batches"):
+        total = sum(getattr(task, figure) for task in listed.values())
+        if total > LONGEST_ROUND:
+            return [
+                f"environment.tasks: {figure} adds up to {total}, at most {LONGEST_ROUND}; give smaller numbers of the "
+                "same proportions"
+            ]
+    batches = simulators.count * simulators.env_batches
+    if batches and (missing := tasks.left_out(config, simulators.count)):
+        return [
+            f"environment.tasks has no environment batch for {', '.join(missing)}: simulators.count × "
+            f"simulators.env_batches is {batches}, and each batch plays one task; raise either, or lower tasks' batches"
+        ]
+    return []
 
 
 def notes(config: Config) -> list[str]:

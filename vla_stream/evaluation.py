@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 
@@ -25,6 +26,20 @@ class Outcomes:
     returns: np.ndarray
     steps: np.ndarray
 
+    @classmethod
+    def blank(cls, number: int) -> Self:
+        """Nothing has happened yet."""
+        return cls(np.zeros(number, dtype=bool), np.zeros(number), np.zeros(number, dtype=np.int64))
+
+    def put(self, index: np.ndarray, played: Outcomes) -> None:
+        """The outcomes at i64[M] `index` are the first M of `played`."""
+        for ours, theirs in (
+            (self.success, played.success),
+            (self.returns, played.returns),
+            (self.steps, played.steps),
+        ):
+            ours[index] = theirs[: len(index)]
+
 
 def evaluate(
     policy: Policy,
@@ -42,14 +57,12 @@ def evaluate(
     progress: called with the number of seeds played, and of how many.
     """
     wanted = np.asarray(seeds, dtype=np.uint64)
-    outcomes = Outcomes(np.zeros(len(wanted), dtype=bool), np.zeros(len(wanted)), np.zeros(len(wanted), dtype=np.int64))
+    outcomes = Outcomes.blank(len(wanted))
     for first in range(0, len(wanted), batch.rows):
         part = np.arange(first, min(first + batch.rows, len(wanted)))
         padded = np.minimum(np.arange(first, first + batch.rows), len(wanted) - 1)
         played = _play(policy, batch, chunk, wanted[padded], instruction_override)
-        outcomes.success[part] = played.success[: len(part)]
-        outcomes.returns[part] = played.returns[: len(part)]
-        outcomes.steps[part] = played.steps[: len(part)]
+        outcomes.put(part, played)
         if progress:
             progress(int(part[-1]) + 1, len(wanted))
     return outcomes
@@ -91,7 +104,7 @@ def _play(
     """One round: one episode in each row of the batch."""
     everyone = np.ones(batch.rows, dtype=bool)
     running = everyone.copy()
-    outcomes = Outcomes(np.zeros(batch.rows, dtype=bool), np.zeros(batch.rows), np.zeros(batch.rows, dtype=np.int64))
+    outcomes = Outcomes.blank(batch.rows)
     observations = batch.reset(everyone, seeds)
     while running.any():
         act = policy.act(_instructed(observations, instruction_override), None)

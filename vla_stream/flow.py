@@ -28,8 +28,10 @@ from vla_stream.streams.notices import CONTROL_KEPT
 from vla_stream.streams.specification import specification_from_json, specification_to_json
 from vla_stream.streams.trajectories import parse_member
 from vla_stream.streams.weights import ENTRIES_KEPT
+from vla_stream.tasks import EVERY_TICKET, Turns
 
 Desired = Literal["running", "paused", "draining", "stopped"]
+NO_TURN = "no turn"
 DESIRED: tuple[Desired, ...] = ("running", "paused", "draining", "stopped")
 LANES: tuple[LaneName, ...] = get_args(LaneName)
 SHM_TOKEN = re.compile(r"([0-9a-f]{8})?")
@@ -272,12 +274,15 @@ class Flow:
                 "attach simulators of the same observation and action shapes"
             )
 
-    def grant(self, wanted: int, lease_s: float, *, all_or_none: bool = False) -> list[Permit] | str:
-        """Up to `wanted` permits, or the word why there is none: paused, draining, stopped, holding, no weights, full,
-        missing (no such run)."""
+    def grant(
+        self, wanted: int, lease_s: float, *, all_or_none: bool = False, turns: Turns = EVERY_TICKET
+    ) -> list[Permit] | str:
+        """Up to `wanted` permits of the task whose turns these are, or the word why there is none: paused, draining,
+        stopped, holding, no weights, full, no turn (what is free is other tasks'), missing (no such run)."""
         k = self.keys
         keys = [k.flow, k.permits, k.published, k.kept, k.refunded, k.books]
-        reply = self._call(scripts.GRANT, keys, [wanted, int(lease_s * 1000), int(all_or_none)])
+        arguments = [wanted, int(lease_s * 1000), int(all_or_none), turns.cycle, *turns.places]
+        reply = self._call(scripts.GRANT, keys, arguments)
         if isinstance(reply, bytes):
             return reply.decode(errors="replace")
         return [self._parse_permit(*(part.decode(errors="replace") for part in parts)) for parts in reply]
@@ -473,6 +478,11 @@ class Flow:
         """`<ticket>.<attempt>` of all segments in the making."""
         members: Any = self.client.zrange(self.keys.permits, 0, -1)
         return {member.decode() for member in members}
+
+    def waiting_tickets(self) -> set[int]:
+        """Tickets that could be given out: those that failed, and those that were passed over for their task."""
+        members: Any = self.client.zrange(self.keys.refunded, 0, -1)
+        return {parse_member(member.decode(errors="replace"))[0] for member in members}
 
     def live_members(self) -> set[str]:
         """`<ticket>.<attempt>` of all segments in the making, waiting for their update, or kept for a checkpoint."""

@@ -25,7 +25,8 @@ def run(config: Config, url: str, tell: Callable[[str], None] = print) -> None:
         made.claim()
         return made
 
-    simulator = Simulator(worker("simulator"), config, make_hosts(config, LocalHost))
+    made = worker("simulator")
+    simulator = Simulator(made, config, make_hosts(config, LocalHost, made.id))
     try:
         simulator.open()
         specification = simulator.batches[0].host.specification

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from vla_stream import tasks
 from vla_stream.config import Config
 from vla_stream.streams.trajectories import Episode
 
@@ -56,3 +57,37 @@ class EpisodeOutcomes:
             "episode_steps": sum(counts[3] for counts in chosen) / number,
             "episodes": number,
         }
+
+
+class TaskOutcomes:
+    """The outcomes of a run. With several tasks each one's figures are `<figure>.<task>`, and those of the whole are
+    their means by weight, so that the task with the shortest episodes counts no more than its due."""
+
+    def __init__(self, config: Config) -> None:
+        self._environment, lag = config.environment, settled_lag(config)
+        self._shares = tasks.shares(config.environment)
+        self._outcomes = {name: EpisodeOutcomes(lag) for name in self._shares}
+        self._segments = dict.fromkeys(self._shares, 0)
+
+    def add(self, ticket: int, episodes: Iterable[Episode]) -> None:
+        """A segment was trained, and these episodes ended in it."""
+        name = tasks.task_of(self._environment, ticket)
+        self._outcomes[name].add(episodes)
+        self._segments[name] += 1
+
+    def summary(self, version: int) -> dict[str, float]:
+        """See EpisodeOutcomes.summary. With several tasks also `segments`, those trained since the last summary, and
+        the whole's figures only once there are all tasks'."""
+        found = {name: outcomes.summary(version) for name, outcomes in self._outcomes.items()}
+        segments, self._segments = self._segments, dict.fromkeys(self._segments, 0)
+        if len(found) == 1:
+            return next(iter(found.values()))
+        whole: dict[str, float] = {}
+        if all(found.values()):
+            for figure in next(iter(found.values())):
+                whole[figure] = sum(self._shares[name] * figures[figure] for name, figures in found.items())
+            whole["episodes"] = sum(figures["episodes"] for figures in found.values())
+        for name, figures in found.items():
+            whole |= {f"{figure}.{name}": value for figure, value in figures.items()}
+            whole[f"segments.{name}"] = segments[name]
+        return whole

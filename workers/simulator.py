@@ -15,15 +15,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vla_stream import seeds
+from vla_stream import seeds, tasks
 from vla_stream.broker.connection import UNREACHABLE
 from vla_stream.broker.queue import Entry
 from vla_stream.config import Config
 from vla_stream.environments.protocol import Observations
 from vla_stream.errors import BadMessage, EnvironmentFailed, Expired, PayloadUnreachable
-from vla_stream.flow import Permit
+from vla_stream.flow import NO_TURN, Permit
 from vla_stream.streams.actions import ActionReply
 from vla_stream.streams.obs_requests import ObsRequest
+from vla_stream.tasks import Turns
 from workers.environment_host import Host, Outcome, ProcessHost
 from workers.lane_choice import LaneChoice, admit
 from workers.replies import Replies
@@ -39,10 +40,10 @@ SPENT |= {State.IDLE: "held", State.FINISHED: "held"}
 
 
 class _Batch:
-    """One environment batch: its host and its slots."""
+    """One environment batch: its host, its slots, and the tickets of its task."""
 
-    def __init__(self, host: Host, slots: list[Slot]) -> None:
-        self.host, self.slots = host, slots
+    def __init__(self, host: Host, slots: list[Slot], turns: Turns) -> None:
+        self.host, self.slots, self.turns = host, slots, turns
         self.resetting: list[Slot] = []
         self.reset_mask = np.zeros(host.rows, dtype=bool)
 
@@ -71,8 +72,9 @@ class Simulator:
         self.replies = Replies(worker.client, self.keys.actions(worker.id))
         self._action_shape = (config.policy.chunk, hosts[0].specification.action_dims)
         simulators = config.simulators
+        tasks.check_whole_batch(config, hosts[0].whole_batch)
         self.batches = []
-        for number, host in enumerate(hosts):
+        for number, (host, task) in enumerate(zip(hosts, tasks.of_batches(config, worker.id), strict=True)):
             k = simulators.envs_per_slot
             slots = [
                 Slot(
@@ -83,7 +85,7 @@ class Simulator:
                 )
                 for index in range(simulators.slots)
             ]
-            self.batches.append(_Batch(host, slots))
+            self.batches.append(_Batch(host, slots, tasks.turns_of(config.environment, task)))
         # Decided first, sent at the end of a step: an error of Redis in between loses nothing.
         self._outbox: dict[str, tuple[Slot, ObsRequest]] = {}
         self._to_abort: list[str] = []
@@ -102,7 +104,8 @@ class Simulator:
 
     def open(self) -> None:
         """Announce the shapes and open the reply stream. Raises InputError on other shapes than the run's."""
-        self.flow.announce(self.batches[0].host.specification)
+        for batch in self.batches:
+            self.flow.announce(batch.host.specification)
         self.replies.open()
 
     def close(self) -> None:
@@ -339,10 +342,12 @@ class Simulator:
                 continue
             granted: list[Permit] | str | None = self.lanes.reason_to_wait(len(idle))
             if granted is None:
-                granted = self.flow.grant(len(idle), self.config.flow.lease_s, all_or_none=whole)
+                granted = self.flow.grant(len(idle), self.config.flow.lease_s, all_or_none=whole, turns=batch.turns)
             if isinstance(granted, str):
-                self.worker.state = f"waiting: {granted}"
                 self._permit_wait_s = min(LONGEST_PERMIT_WAIT_S, self._permit_wait_s * 1.5)
+                self.worker.state = f"waiting: {granted}"
+                if granted == NO_TURN:
+                    continue  # another batch plays another task
                 break
             self.worker.state = "running"
             self._permit_wait_s = FIRST_PERMIT_WAIT_S
@@ -415,13 +420,13 @@ class Simulator:
         slot.drop()
 
 
-def make_hosts(config: Config, make: Callable[[Config, int], Host]) -> list[Host]:
-    """One host per environment batch."""
+def make_hosts(config: Config, make: Callable[[Config, int], Host], simulator: str) -> list[Host]:
+    """One host per environment batch of this simulator, each with the config of its task."""
     rows = config.simulators.slots * config.simulators.envs_per_slot
     hosts: list[Host] = []
     try:
-        for _ in range(config.simulators.env_batches):
-            hosts.append(make(config, rows))
+        for task in tasks.of_batches(config, simulator):
+            hosts.append(make(tasks.config_for(config, task), rows))
     except BaseException:
         for host in hosts:
             host.close()
@@ -441,7 +446,7 @@ def serve(worker: Worker, config: Config) -> None:
     """The main loop of a simulator process: until drained, stopped, or its environments keep failing."""
     admit(worker)
     with worker.long_step("starting environments"):
-        hosts = make_hosts(config, ProcessHost)
+        hosts = make_hosts(config, ProcessHost, worker.id)
     simulator = Simulator(worker, config, hosts)
     try:
         worker.patiently(simulator.open)

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from vla_stream import tasks
 from vla_stream.broker.connection import UNREACHABLE
 from vla_stream.config import CHECKPOINTS, DEMONSTRATIONS, Config
 from vla_stream.environments.protocol import Specification
@@ -30,7 +31,7 @@ from workers import history, records
 from workers.intake import Held, Intake
 from workers.lane_choice import admit
 from workers.models import await_specification, make_policy, torch_device
-from workers.outcomes import EpisodeOutcomes, settled_lag
+from workers.outcomes import TaskOutcomes
 from workers.weights import Upload, WeightsWriter, to_bytes
 from workers.worker import BLOCK_S, Worker, run_process
 
@@ -50,7 +51,7 @@ class Trainer:
         self.folder = config.run_dir / CHECKPOINTS
         self.update, self.version, self.epoch = 0, 0, 0
         self.generation = ""  # of the server's life in which this trainer took the run over
-        self.outcomes = EpisodeOutcomes(settled_lag(config))
+        self.outcomes = TaskOutcomes(config)
         self._added: dict[str, Held] = {}  # given to the learner for the next update, at most B: not refused any more
         self._adding_s = 0.0  # what that took
         self._before: LearnerState | None = None  # the next update, if that is to be recorded
@@ -267,7 +268,8 @@ class Trainer:
         self._begin_next()
         self._commit(chosen, data, skipped=result.skipped is not None)
         trained = sum(int(held.segment.executed.sum()) for held in chosen)
-        self.outcomes.add(episode for held in chosen for episode in held.trajectory.episodes)
+        for held in chosen:
+            self.outcomes.add(held.segment.ticket, held.trajectory.episodes)
         sample = {
             "update": self.update,
             "version": self.version,
@@ -416,6 +418,9 @@ class Trainer:
         reason = (
             f"no {' and no '.join(missing)} is alive" if missing else "all roles are alive; see `vla-stream status`"
         )
+        if not missing and self.config.environment.tasks and (waiting := self.flow.waiting_tickets()):
+            names = sorted({tasks.task_of(self.config.environment, ticket) for ticket in waiting})
+            reason = f"tickets of {', '.join(names)} wait; attach simulators, of which each has a task by its number"
         self.worker.say("waiting", f"trainer has no data for {SAY_WAITING_S:g} s: {reason}")
 
 

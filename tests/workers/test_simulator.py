@@ -54,7 +54,7 @@ class Bench:
         self.worker = run.worker("simulator")
         self.hosts = [FailingHost(config, config.simulators.slots * K) for _ in range(config.simulators.env_batches)]
         made = iter(self.hosts)
-        self.simulator = Simulator(self.worker, config, make_hosts(config, lambda *_: next(made)))
+        self.simulator = Simulator(self.worker, config, make_hosts(config, lambda *_: next(made), self.worker.id))
         self.simulator.open()
 
     def pump(self) -> None:

@@ -1,8 +1,9 @@
 """Lua scripts: the only writers of permits, tickets and books (DESIGN §5). Each runs atomically on the server.
 
 Shared words: a member is `<ticket>.<attempt>`; the zset `permits` is scored by lease expiry (ms, server time),
-`published` and `refunded` by ticket, `kept` (trained, but not yet in a durable checkpoint) by update. Keys arrive in
-the order that each script names; they share one hash tag.
+`published` and `refunded` (waiting to be given out, under the attempt that failed, or 0) by ticket, `kept` (trained,
+but not yet in a durable checkpoint) by update. Keys arrive in the order that each script names; they share one hash
+tag.
 """
 
 from __future__ import annotations
@@ -271,11 +272,14 @@ return redis.call('HGET', KEYS[1], ARGV[1])
 GRANT = Script(
     "grant",
     """
--- KEYS flow permits published kept refunded books | ARGV wanted lease_ms all_or_none
+-- KEYS flow permits published kept refunded books | ARGV wanted lease_ms all_or_none cycle place…
 -- Admission: outstanding = |permits| + |published| + |kept| stays below (1 + eta)·B. Returns a reason, or
 -- {member, min_version, lane, remote_reader}… : a segment keeps the lane of the moment in which it was permitted.
+-- Only tickets of the caller's task: those whose number falls on one of its places of every cycle. Numbers of others
+-- that are passed over on the way wait in `refunded`, as attempt 0, and count against the limit like what is
+-- outstanding: so no task can take the room of another, however quick it is.
 local f = redis.call('HMGET', KEYS[1], 'desired', 'segments_per_update', 'max_staleness', 'version', 'first_version',
-                     'hold_until_ms', 'lane', 'remote_reader')
+                     'hold_until_ms', 'lane', 'remote_reader', 'next_ticket')
 if not f[1] then return 'missing' end
 expire(KEYS[2], KEYS[5], KEYS[6])
 if f[1] ~= 'running' then return f[1] end
@@ -284,21 +288,42 @@ if tonumber(f[4]) == 0 then return 'no weights' end
 local B, eta = tonumber(f[2]), tonumber(f[3])
 local outstanding = redis.call('ZCARD', KEYS[2]) + redis.call('ZCARD', KEYS[3]) + redis.call('ZCARD', KEYS[4])
 local free = (1 + eta) * B - outstanding
-local wanted = tonumber(ARGV[1])
+local wanted, cycle, ours = tonumber(ARGV[1]), tonumber(ARGV[4]), {}
+for i = 5, #ARGV do ours[tonumber(ARGV[i])] = true end
 if free < 1 or (ARGV[3] == '1' and free < wanted) then return 'full' end
-local out = {}
-for i = 1, math.min(free, wanted) do
-  -- The first write is one that a full server refuses: nothing new begins there (F23).
-  redis.call('HINCRBY', KEYS[6], 'started', 1)
-  local member
-  local old = redis.call('ZPOPMIN', KEYS[5])
-  if #old > 0 then
-    local ticket, attempt = string.match(old[1], '^(%d+)%.(%d+)$')
-    member = ticket .. '.' .. (attempt + 1)
+-- What waits to be given out comes first, then numbers that are new.
+local waiting, members, passed = redis.call('ZRANGE', KEYS[5], 0, -1), {}, {}
+for _, member in ipairs(waiting) do
+  if #members == math.min(free, wanted) then break end
+  local ticket = tonumber(string.match(member, '^%d+'))
+  if ours[(ticket - 1) % cycle] then members[#members + 1] = {ticket, member} end
+end
+local last, next_ticket = tonumber(f[9]), tonumber(f[9])
+local room = free - #waiting
+while #members < math.min(free, wanted) and next_ticket - last < room do
+  next_ticket = next_ticket + 1
+  if ours[(next_ticket - 1) % cycle] then
+    members[#members + 1] = {next_ticket}
   else
-    member = redis.call('HINCRBY', KEYS[1], 'next_ticket', 1) .. '.1'
+    passed[#passed + 1] = next_ticket
   end
-  local min_version = tonumber(f[4]) + math.floor(outstanding / B) - eta
+end
+if #members == 0 or (ARGV[3] == '1' and #members < wanted) then return 'no turn' end
+-- The first write is one that a full server refuses: nothing new begins there (F23).
+redis.call('HINCRBY', KEYS[6], 'started', #members)
+-- Passing numbers over at the end would be of no use to anybody.
+redis.call('HSET', KEYS[1], 'next_ticket', math.max(last, members[#members][1]))
+for _, ticket in ipairs(passed) do
+  if ticket < members[#members][1] then redis.call('ZADD', KEYS[5], ticket, ticket .. '.0') end
+end
+local out = {}
+for _, item in ipairs(members) do
+  local ticket, old = item[1], item[2]
+  local member = ticket .. '.' .. (old and string.match(old, '%.(%d+)$') + 1 or 1)
+  if old then redis.call('ZREM', KEYS[5], old) end
+  -- How many segments are trained before this one, in ticket order.
+  local before = outstanding + redis.call('ZCOUNT', KEYS[5], '-inf', '(' .. ticket)
+  local min_version = math.min(tonumber(f[4]), tonumber(f[4]) + math.floor(before / B) - eta)
   if min_version < tonumber(f[5]) then min_version = tonumber(f[5]) end
   redis.call('ZADD', KEYS[2], now_ms() + tonumber(ARGV[2]), member)
   out[#out + 1] = {member, tostring(min_version), f[7] or 'auto', f[8] or ''}

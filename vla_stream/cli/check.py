@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,7 +52,7 @@ def try_out(config: Config, *, everything: bool) -> None:
     with `everything`. Raises InputError, one line per problem."""
     import torch
 
-    from vla_stream import plugins
+    from vla_stream import plugins, tasks
     from vla_stream.environments.conformance import Report, check_environment
     from vla_stream.environments.protocol import EnvironmentBatch
     from vla_stream.policies.conformance import check_policy
@@ -61,7 +62,6 @@ def try_out(config: Config, *, everything: bool) -> None:
     torch.set_num_threads(1)
     environment, problems = config.environment, list[str]()
     cls = plugins.load_class(plugins.ENVIRONMENTS, environment.name)
-    options = plugins.parse_options(cls, environment.options, "environment.options")
 
     def tell(name: str, report: Report) -> None:
         problems.extend(f"{name}: {check}: {problem}" for check, problem in report.problems.items())
@@ -70,17 +70,18 @@ def try_out(config: Config, *, everything: bool) -> None:
         if not report.problems:
             click.echo(f"{name}: keeps the protocol")
 
-    def make_batch(rows: int, max_steps: int) -> EnvironmentBatch:
-        batch: EnvironmentBatch = cls(rows, max_steps, options)
-        return batch
+    def maker(task: str) -> Callable[[int, int], EnvironmentBatch]:
+        options = plugins.parse_options(cls, tasks.config_for(config, task).environment.options, "environment.options")
+        return lambda rows, max_steps: cls(rows, max_steps, options)
 
-    if everything or ":" in environment.name:
+    names = tasks.names(environment)
+    for name in names if everything or ":" in environment.name else ():
         tell(
-            f"environment {environment.name}",
-            check_environment(make_batch, cls.rows_per_process, environment.max_steps),
+            f"environment {environment.name}" + (f", task {name}" if name else ""),
+            check_environment(maker(name), cls.rows_per_process, environment.max_steps),
         )
     if everything or ":" in config.policy.name:
-        with contextlib.closing(make_batch(1, environment.max_steps)) as batch:
+        with contextlib.closing(maker(names[0])(1, environment.max_steps)) as batch:
             specification = batch.specification
         device = torch_device(config.generators.device)
         made = plugins.load_class(plugins.POLICIES, config.policy.name)
@@ -108,7 +109,7 @@ def check_policy_options(config: Config) -> None:
 def check_classes(config: Config) -> None:
     """Classes that the config names, and the environment's options, where this host needs them. The policy's are left
     to its workers: reading them may import torch. Raises InputError."""
-    from vla_stream import plugins
+    from vla_stream import plugins, tasks
     from vla_stream.cli.trackers import check_installed
 
     check_installed(config)
@@ -117,7 +118,10 @@ def check_classes(config: Config) -> None:
 
     if config.simulators.count > 0:
         environment = plugins.load_class(plugins.ENVIRONMENTS, config.environment.name)
-        plugins.parse_options(environment, config.environment.options, "environment.options")
+        tasks.check_whole_batch(config, getattr(environment, "whole_batch", False))
+        for name in tasks.names(config.environment):
+            options, where = tasks.config_for(config, name).environment.options, "environment.options"
+            plugins.parse_options(environment, options, f"{where} with environment.tasks.{name}" if name else where)
 
 
 def check_files(config: Config) -> None:
@@ -136,13 +140,17 @@ def check_files(config: Config) -> None:
 
 
 def summary(config: Config) -> str:
-    """What a run of this config is made of, in two sentences."""
+    """What a run of this config is made of, in a few sentences."""
+    from vla_stream import tasks
+
     s, g = config.simulators, config.generators
     rows = s.count * s.env_batches * s.slots * s.envs_per_slot
     samples = config.trainer.segments_per_update * s.envs_per_slot * config.segment_steps
+    parts = ", ".join(f"{100 * part:.3g} % are {name}" for name, part in tasks.shares(config.environment).items())
     return (
         f"{s.count} simulators with {rows} environments in {config.slots_in_all} slots, {g.count} generators, "
         f"1 trainer.\n"
         f"Each of {config.updates} updates takes {config.trainer.segments_per_update} segments: up to {samples} chunk "
         f"steps, {samples * config.policy.chunk} environment steps of {config.environment.name}."
+        + (f"\nOf the segments {parts}." if config.environment.tasks else "")
     )

@@ -28,7 +28,7 @@ def demos(configs: tuple[Path, ...], overrides: tuple[str, ...], output: Path) -
     """
     follow_launcher()
     from vla_stream import config as settings
-    from vla_stream import plugins
+    from vla_stream import plugins, tasks
     from vla_stream.learning import cloning
 
     config = settings.load(configs, overrides)
@@ -39,14 +39,24 @@ def demos(configs: tuple[Path, ...], overrides: tuple[str, ...], output: Path) -
         if done == of or done % max(1, of // 10) < ROWS:
             click.echo(f"{stage} {done}/{of}", err=True)
 
-    wanted = max(config.pretrain.episodes, config.pretrain.grounding_scenes)
-    batch = plugins.make_batch(config.environment, rows_for(config.environment.name, min(ROWS, wanted)))
-    try:
-        p, chunk = config.pretrain, config.policy.chunk
-        recorded = cloning.collect_demonstrations(batch, p.episodes, p.action_noise, chunk, p.seed, progress)
-        scenes = cloning.collect_scenes(batch, p.grounding_scenes, p.seed, progress) if p.grounding_scenes else None
-    finally:
-        batch.close()
+    p, chunk = config.pretrain, config.policy.chunk
+    episodes, looks = tasks.dealt(config.environment, p.episodes), tasks.dealt(config.environment, p.grounding_scenes)
+    demonstrations, all_scenes = [], []
+    for task in dict.fromkeys([*episodes, *looks]):
+        part = tasks.config_for(config, task).environment
+        number, scenes_wanted = len(episodes.get(task, ())), len(looks.get(task, ()))
+        batch = plugins.make_batch(part, rows_for(part.name, min(ROWS, max(number, scenes_wanted))))
+        try:
+            if number:
+                demonstrations.append(
+                    cloning.collect_demonstrations(batch, number, p.action_noise, chunk, p.seed, progress)
+                )
+            if scenes_wanted:
+                all_scenes.append(cloning.collect_scenes(batch, scenes_wanted, p.seed, progress))
+        finally:
+            batch.close()
+    recorded = cloning.Demonstrations.concatenate(demonstrations)
+    scenes = cloning.Scenes.concatenate(all_scenes) if all_scenes else None
     cloning.save_demonstrations(output, recorded, scenes, config.environment.name)
     click.echo(
         f"{recorded.episodes} demonstrations, {recorded.successes} of them successful, {len(recorded)} samples"

@@ -6,11 +6,15 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from vla_stream.cli.options import config_options, follow_launcher
 from vla_stream.errors import InputError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 ROWS = 16  # always the same, whatever the number of episodes: a seed then gives the same outcome every time
 
@@ -44,10 +48,11 @@ def evaluate(
     """Play the policy of a checkpoint without sampling, one episode per seed, and print success with its interval."""
     follow_launcher()
     override = word_replacement(replace) if replace else None
+    import numpy as np
     import torch
 
     from vla_stream import config as settings
-    from vla_stream import evaluation, plugins
+    from vla_stream import evaluation, plugins, tasks
     from vla_stream.cli.demos import rows_for
     from workers.models import make_policy, torch_device
     from workers.trainer import load_policy
@@ -57,37 +62,58 @@ def evaluate(
     place = find_checkpoint(checkpoint)
     number = episodes or max(1, config.evaluation.episodes)
     first = config.evaluation.seed if seed is None else seed
-    batch = plugins.make_batch(config.environment, rows_for(config.environment.name, ROWS))
-    try:
-        policy = make_policy(config, batch.specification, torch_device(config.generators.device))
-        load_policy(policy, place)
+    outcomes, policy, played = evaluation.Outcomes.blank(number), None, 0
+    for task, index in tasks.dealt(config.environment, number).items():
+        part = tasks.config_for(config, task)
+        batch = plugins.make_batch(part.environment, rows_for(part.environment.name, ROWS))
+        try:
+            if policy is None:
+                policy = make_policy(config, batch.specification, torch_device(config.generators.device))
+                load_policy(policy, place)
 
-        def progress(done: int, of: int) -> None:
-            click.echo(f"episode {done}/{of}", err=True)
+            def progress(done: int, _: int, before: int = played) -> None:
+                click.echo(f"episode {before + done}/{number}", err=True)
 
-        seeds = range(first, first + number)
-        outcomes = evaluation.evaluate(policy, batch, config.policy.chunk, seeds, override, progress)
-    finally:
-        batch.close()
-    successes = int(outcomes.success.sum())
-    low, high = evaluation.wilson_interval(successes, number)
-    result = {
+            seeds = first + np.array(index, dtype=np.uint64)
+            found = evaluation.evaluate(policy, batch, config.policy.chunk, seeds, override, progress)
+        finally:
+            batch.close()
+        outcomes.put(np.array(index), found)
+        played += len(index)
+    result: dict[str, Any] = {
         "checkpoint": str(place),
         "episodes": number,
         "seed": first,
-        "success": successes / number,
-        "low": low,
-        "high": high,
+        **rate(outcomes.success),
         "return": float(outcomes.returns.mean()),
         "steps": float(outcomes.steps.mean()),
     }
+    if config.environment.tasks:
+        parts = tasks.dealt(config.environment, number)
+        result["tasks"] = {task: {"episodes": len(i), **rate(outcomes.success[list(i)])} for task, i in parts.items()}
     if as_json:
         click.echo(json.dumps(result | {"successes": outcomes.success.astype(int).tolist()}))
         return
     click.echo(
-        f"{place}: success {successes}/{number} = {successes / number:.3f} (95 % {low:.3f} to {high:.3f}), "
-        f"return {result['return']:.3f}, {result['steps']:.1f} steps per episode"
+        f"{place}: success {shown(result)}, return {result['return']:.3f}, {result['steps']:.1f} steps per episode"
     )
+    for task, figures in result.get("tasks", {}).items():
+        click.echo(f"  {task}: success {shown(figures)}")
+
+
+def rate(success: np.ndarray) -> dict[str, float]:
+    """Share of the successes bool[N], and its 95 % interval."""
+    from vla_stream import evaluation
+
+    low, high = evaluation.wilson_interval(int(success.sum()), len(success))
+    return {"success": float(success.mean()), "low": low, "high": high}
+
+
+def shown(figures: dict[str, Any]) -> str:
+    """`12/20 = 0.600 (95 % 0.387 to 0.781)`"""
+    successes = round(figures["success"] * figures["episodes"])
+    interval = f"(95 % {figures['low']:.3f} to {figures['high']:.3f})"
+    return f"{successes}/{figures['episodes']} = {figures['success']:.3f} {interval}"
 
 
 def find_checkpoint(folder: Path) -> Path:

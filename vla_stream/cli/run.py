@@ -46,11 +46,17 @@ def run(
     Ctrl-C finishes the segments in flight and ends; a second one stops at once. Everything lands in runs/NAME/.
     """
     from vla_stream import config as settings
+    from vla_stream import tasks
     from vla_stream.cli.check import check_classes, check_files
     from vla_stream.cli.display import make_display
     from vla_stream.cli.folder import RunFolder
 
     config = settings.load(configs, [*overrides, *([f"updates={updates}"] if updates else [])])
+    if inline and (left_out := tasks.left_out(config, 1)):
+        raise InputError(
+            f"--inline: its one simulator has no environment batch for {', '.join(left_out)}; raise "
+            "simulators.env_batches, since each batch plays one of environment.tasks"
+        )
     check_classes(config)
     if not resume:
         check_files(config)

@@ -9,9 +9,10 @@ Shape suffixes: N samples, H actions per chunk, A action dims.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import torch
@@ -51,6 +52,17 @@ class Demonstrations:
     def __len__(self) -> int:
         return len(self.observations)
 
+    @classmethod
+    def concatenate(cls, parts: Sequence[Demonstrations]) -> Self:
+        """Those of several tasks, in order."""
+        return cls(
+            Observations.concatenate([part.observations for part in parts]),
+            np.concatenate([part.actions for part in parts]),
+            np.concatenate([part.valid for part in parts]),
+            sum(part.episodes for part in parts),
+            sum(part.successes for part in parts),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Scenes:
@@ -61,6 +73,12 @@ class Scenes:
 
     def __len__(self) -> int:
         return len(self.observations)
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Scenes]) -> Self:
+        """Those of several tasks, in order."""
+        observations = Observations.concatenate([part.observations for part in parts])
+        return cls(observations, np.concatenate([part.targets for part in parts]))
 
 
 def collect_demonstrations(
