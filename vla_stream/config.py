@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, Discriminator, Field, Tag, ValidationError
@@ -552,14 +552,18 @@ def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
 
 
 def _section(model: type[BaseModel], parts: Sequence[str]) -> type[BaseModel] | None:
+    named = False
     for part in parts:
+        if named:
+            named = False  # a name of the user's own, as of a task
+            continue
         field = model.model_fields.get(part)
         if field is None:
             return None
         found = [item for item in _flat(field.annotation) if isinstance(item, type) and issubclass(item, BaseModel)]
         if not found:
             return None
-        model = found[0]
+        model, named = found[0], get_origin(field.annotation) is dict
     return model
 
 

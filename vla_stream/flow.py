@@ -281,7 +281,7 @@ class Flow:
         stopped, holding, no weights, full, no turn (what is free is other tasks'), missing (no such run)."""
         k = self.keys
         keys = [k.flow, k.permits, k.published, k.kept, k.refunded, k.books]
-        arguments = [wanted, int(lease_s * 1000), int(all_or_none), turns.cycle, *turns.places]
+        arguments = [wanted, int(lease_s * 1000), int(all_or_none), turns.task, *turns.order]
         reply = self._call(scripts.GRANT, keys, arguments)
         if isinstance(reply, bytes):
             return reply.decode(errors="replace")

@@ -1,8 +1,8 @@
 """Several tasks in one run: which ticket is whose, and which environment batch plays what.
 
 Tickets go round: of every Σ weights consecutive ones each task has as many as its weight, spread evenly. A ticket that
-fails is given out again under its number, so its task gets what it is due; and while a task leaves its tickets waiting,
-the others get no more than fits beside them into (1 + η)·B (see the script GRANT). So each task's part of the trained
+fails is given out again under its number, so its task gets what it is due; and while tickets of a slow task are under
+way or wait, the others get ahead of it by (1 + η)·B at most (see the script GRANT). So each task's part of the trained
 segments is its weight's, however long its episodes take. A run without tasks has one, whose name is empty.
 """
 
@@ -24,10 +24,10 @@ ALONE = ""  # name of the task of a run that lists none
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """The tickets of one task: those whose number, counted from 1, falls on one of `places` of every `cycle`."""
+    """One task among those of a run: its number, and whose turn it is, ticket by ticket, going round."""
 
-    cycle: int = 1
-    places: tuple[int, ...] = (0,)
+    task: int = 0
+    order: tuple[int, ...] = (0,)
 
 
 EVERY_TICKET = Turns()
@@ -74,8 +74,8 @@ def dealt(environment: Environment, count: int) -> dict[str, list[int]]:
 
 def turns_of(environment: Environment, name: str) -> Turns:
     """The tickets of one task."""
-    turns = _tickets(environment)
-    return Turns(len(turns), tuple(place for place, task in enumerate(turns) if task == name))
+    numbers = {task: number for number, task in enumerate(names(environment))}
+    return Turns(numbers[name], tuple(numbers[task] for task in _tickets(environment)))
 
 
 def of_batches(config: Config, simulator: str) -> list[str]:

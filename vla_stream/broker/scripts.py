@@ -272,12 +272,13 @@ return redis.call('HGET', KEYS[1], ARGV[1])
 GRANT = Script(
     "grant",
     """
--- KEYS flow permits published kept refunded books | ARGV wanted lease_ms all_or_none cycle place…
+-- KEYS flow permits published kept refunded books | ARGV wanted lease_ms all_or_none task turn…
 -- Admission: outstanding = |permits| + |published| + |kept| stays below (1 + eta)·B. Returns a reason, or
 -- {member, min_version, lane, remote_reader}… : a segment keeps the lane of the moment in which it was permitted.
--- Only tickets of the caller's task: those whose number falls on one of its places of every cycle. Numbers of others
--- that are passed over on the way wait in `refunded`, as attempt 0, and count against the limit like what is
--- outstanding: so no task can take the room of another, however quick it is.
+-- Ticket n belongs to the task that turn n names, the turns going round; only those of the caller's task are given.
+-- Numbers of others that are passed over on the way wait in `refunded`, as attempt 0, and count against the limit like
+-- what is outstanding: no task takes the room of another, however quick it is. Nor does any have more tickets waiting
+-- or outstanding than its part of (1 + eta)·B, so that the others cannot leave it far behind.
 local f = redis.call('HMGET', KEYS[1], 'desired', 'segments_per_update', 'max_staleness', 'version', 'first_version',
                      'hold_until_ms', 'lane', 'remote_reader', 'next_ticket')
 if not f[1] then return 'missing' end
@@ -286,35 +287,52 @@ if f[1] ~= 'running' then return f[1] end
 if now_ms() < tonumber(f[6]) then return 'holding' end
 if tonumber(f[4]) == 0 then return 'no weights' end
 local B, eta = tonumber(f[2]), tonumber(f[3])
-local outstanding = redis.call('ZCARD', KEYS[2]) + redis.call('ZCARD', KEYS[3]) + redis.call('ZCARD', KEYS[4])
-local free = (1 + eta) * B - outstanding
-local wanted, cycle, ours = tonumber(ARGV[1]), tonumber(ARGV[4]), {}
-for i = 5, #ARGV do ours[tonumber(ARGV[i])] = true end
-if free < 1 or (ARGV[3] == '1' and free < wanted) then return 'full' end
+local limit, kept = (1 + eta) * B, redis.call('ZCARD', KEYS[4])
+local making = redis.call('ZCARD', KEYS[2])
+local outstanding = making + redis.call('ZCARD', KEYS[3]) + kept
+local most = math.min(limit - outstanding, tonumber(ARGV[1]))
+local least = ARGV[3] == '1' and tonumber(ARGV[1]) or 1
+if most < least then return 'full' end
+local turns = #ARGV - 4
+local function task_of(ticket) return ARGV[5 + (ticket - 1) % turns] end
+local function ticket_of(member) return tonumber(string.match(member, '^%d+')) end
 -- What waits to be given out comes first, then numbers that are new.
 local waiting, members, passed = redis.call('ZRANGE', KEYS[5], 0, -1), {}, {}
 for _, member in ipairs(waiting) do
-  if #members == math.min(free, wanted) then break end
-  local ticket = tonumber(string.match(member, '^%d+'))
-  if ours[(ticket - 1) % cycle] then members[#members + 1] = {ticket, member} end
-end
-local last, next_ticket = tonumber(f[9]), tonumber(f[9])
-local room = free - #waiting
-while #members < math.min(free, wanted) and next_ticket - last < room do
-  next_ticket = next_ticket + 1
-  if ours[(next_ticket - 1) % cycle] then
-    members[#members + 1] = {next_ticket}
-  else
-    passed[#passed + 1] = next_ticket
+  if #members < most and task_of(ticket_of(member)) == ARGV[4] then
+    members[#members + 1] = {ticket_of(member), member}
   end
 end
-if #members == 0 or (ARGV[3] == '1' and #members < wanted) then return 'no turn' end
+local under_way, part = {}, {}
+if turns > 1 then
+  for i = 5, #ARGV do under_way[ARGV[i]], part[ARGV[i]] = 0, (part[ARGV[i]] or 0) + 1 end
+  for _, found in ipairs({waiting, redis.call('ZRANGE', KEYS[2], 0, -1), redis.call('ZRANGE', KEYS[3], 0, -1)}) do
+    for _, member in ipairs(found) do
+      local task = task_of(ticket_of(member))
+      under_way[task] = under_way[task] + 1
+    end
+  end
+end
+local total, number = outstanding + #waiting, tonumber(f[9])
+-- Where all is published, and less than an update takes, there must be more for it to begin.
+local needed = making + #waiting == 0 and B + kept or 0
+while #members < most and total < limit do
+  local task = task_of(number + 1)
+  if turns > 1 then
+    if total >= needed and under_way[task] >= math.ceil(part[task] * limit / turns) then break end
+    under_way[task] = under_way[task] + 1
+  end
+  total, number = total + 1, number + 1
+  if task == ARGV[4] then members[#members + 1] = {number} else passed[#passed + 1] = number end
+end
+if #members < least then return 'no turn' end
 -- The first write is one that a full server refuses: nothing new begins there (F23).
 redis.call('HINCRBY', KEYS[6], 'started', #members)
--- Passing numbers over at the end would be of no use to anybody.
-redis.call('HSET', KEYS[1], 'next_ticket', math.max(last, members[#members][1]))
+-- Those that were passed over at the end would be reserved for nothing.
+local last = math.max(tonumber(f[9]), members[#members][1])
+redis.call('HSET', KEYS[1], 'next_ticket', last)
 for _, ticket in ipairs(passed) do
-  if ticket < members[#members][1] then redis.call('ZADD', KEYS[5], ticket, ticket .. '.0') end
+  if ticket < last then redis.call('ZADD', KEYS[5], ticket, ticket .. '.0') end
 end
 local out = {}
 for _, item in ipairs(members) do
