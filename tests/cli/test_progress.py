@@ -64,6 +64,12 @@ def test_the_line_shows_what_is_known_and_nothing_else() -> None:
     )
 
 
+def test_each_task_has_its_success_where_there_are_several() -> None:
+    progress = Progress(60)
+    progress.add([update(1.0, 1, success=0.25, **{"success.near": 0.4, "success.far": 0.1, "segments.far": 2})])
+    assert progress.line().startswith("update 1/60 · success 25 % (first 25 %) · near 40 % · far 10 %")
+
+
 def test_records_that_lack_numbers_or_hold_nonsense_do_no_harm() -> None:
     progress = Progress(5)
     progress.add([{"kind": "update"}, {"time": "soon"}, {"time": 1.0, "kind": "update", "success": float("nan")}])

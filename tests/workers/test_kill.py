@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from typing import Any
 import pytest
 from live_run import Run, in_use
 
+from vla_stream import tasks
 from vla_stream.config import Config
+from workers import history
 from workers.supervisor import Notice, Supervisor
 
 DEADLINE_S = 50.0
@@ -117,6 +120,28 @@ def test_a_killed_worker_is_restarted_and_the_run_ends_with_all_its_updates(
         assert outcomes["rolled_back"] > 0 and outcomes["rolled_back"] % 4 == 0
     else:
         assert outcomes["rolled_back"] == 0
+
+
+def test_a_slow_task_has_its_part_of_the_trained_segments_though_its_simulator_is_killed(
+    whole: Callable[..., Whole],
+) -> None:
+    slow, quick = ({"weight": weight, "options": {"step_s": step_s}} for weight, step_s in ((1, 0.03), (3, 0.006)))
+    bench = whole(updates=15, environment__tasks={"slow": slow, "quick": quick})
+    assert [tasks.of_batches(bench.config, name) for name in ("simulator-0", "simulator-1")] == [["slow"], ["quick"]]
+    bench.until(lambda: bench.update() >= 4)
+    bench.kill("simulator-0")
+    bench.finish()
+    trained = history.trained_tickets(bench.config.run_dir, 15)
+    parts = Counter(tasks.task_of(bench.config.environment, ticket) for ticket in trained)
+    assert len(trained) == 60 and abs(parts["slow"] - 15) <= 2, parts  # 2 of the 8 under way are the slow task's
+    figures = [record for record in samples_of(bench.run) if record[b"kind"] == b"update"]
+    assert sum(float(record[b"segments.slow"]) for record in figures) == parts["slow"]
+    assert 0 <= float(figures[-1][b"success.slow"]) <= 1 and 0 <= float(figures[-1][b"success.quick"]) <= 1
+
+
+def samples_of(run: Run) -> list[dict[bytes, bytes]]:
+    entries: Any = run.client.xrange(run.keys.metrics)
+    return [fields for _, fields in entries]
 
 
 def test_the_tickets_of_a_killed_simulator_are_given_out_again_within_two_leases(whole: Callable[..., Whole]) -> None:

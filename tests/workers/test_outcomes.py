@@ -6,7 +6,7 @@ import pytest
 from live_run import Run
 
 from vla_stream.streams.trajectories import Episode
-from workers.outcomes import WINDOW, EpisodeOutcomes, settled_lag
+from workers.outcomes import WINDOW, EpisodeOutcomes, TaskOutcomes, settled_lag
 
 LAG = 3
 
@@ -58,3 +58,33 @@ def test_episodes_have_settled_when_all_segments_that_they_reach_into_are_traine
 ) -> None:
     changes = {"environment__max_steps": max_steps, "simulators__segment": segment, "flow__max_staleness": eta}
     assert settled_lag(run.config(**changes)) == expected
+
+
+TASKS = {"near": {"weight": 3}, "far": {"weight": 1}}  # tickets go near, near, far, near
+
+
+def test_each_task_has_its_own_figures_and_the_whole_is_their_mean_by_weight(run: Run) -> None:
+    outcomes = TaskOutcomes(run.config(environment__tasks=TASKS, simulators__env_batches=2))
+    outcomes.add(1, episodes(1, True, True, True, True, False))  # many short episodes of the quick task
+    outcomes.add(2, [])
+    outcomes.add(3, episodes(1, False, steps=40))
+    summary = outcomes.summary(1 + 10)
+    assert (summary["success.near"], summary["success.far"], summary["episodes.near"]) == (0.8, 0.0, 5)
+    assert (summary["segments.near"], summary["segments.far"]) == (2, 1)
+    assert summary["success"] == pytest.approx(0.75 * 0.8) and summary["episodes"] == 6
+    assert summary["episode_steps"] == pytest.approx(0.75 * 4 + 0.25 * 40)
+    assert outcomes.summary(1 + 10)["segments.near"] == 0, "since the last summary"
+
+
+def test_while_one_task_has_no_settled_episode_the_whole_says_nothing(run: Run) -> None:
+    outcomes = TaskOutcomes(run.config(environment__tasks=TASKS, simulators__env_batches=2))
+    outcomes.add(1, episodes(1, True))
+    summary = outcomes.summary(1 + 10)
+    assert "success" not in summary and summary["success.near"] == 1.0 and summary["segments.far"] == 0
+
+
+def test_a_run_with_one_task_tells_what_it_always_told(run: Run) -> None:
+    outcomes, before = TaskOutcomes(run.config()), EpisodeOutcomes(settled_lag(run.config()))
+    outcomes.add(1, episodes(1, True, False))
+    before.add(episodes(1, True, False))
+    assert outcomes.summary(11) == before.summary(11) != {}

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vla_stream.cli.progress import BY_TASK
 from vla_stream.cli.samples import Record, number
 
 if TYPE_CHECKING:
@@ -110,6 +111,8 @@ def _clock(curve: Curve) -> tuple[float, str]:
 def _success(axis: Axes, curve: Curve, x: Sequence[float], label: str) -> None:
     at, values = curve.series("success", x)
     axis.plot(at, values, color=BLUE, linewidth=1.8, label="training, sampled actions")
+    for name in sorted({name for record in curve.updates for name in record if name.startswith(BY_TASK)}):
+        axis.plot(*curve.series(name, x), linewidth=1.0, label=name.removeprefix(BY_TASK))
     ends = {"before": 0.0, "after": x[-1] if x else 0.0}
     for when, record in curve.evaluations.items():
         rate, low, high = (number(record, name) for name in ("success", "low", "high"))

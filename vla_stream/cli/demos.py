@@ -42,17 +42,18 @@ def demos(configs: tuple[Path, ...], overrides: tuple[str, ...], output: Path) -
     p, chunk = config.pretrain, config.policy.chunk
     episodes, looks = tasks.dealt(config.environment, p.episodes), tasks.dealt(config.environment, p.grounding_scenes)
     demonstrations, all_scenes = [], []
-    for task in dict.fromkeys([*episodes, *looks]):
+    for place, task in enumerate(dict.fromkeys([*episodes, *looks])):
+        seed = (p.seed + place) % (settings.MAX_SEED + 1)  # tasks that are alike do not show the same twice
         part = tasks.config_for(config, task).environment
         number, scenes_wanted = len(episodes.get(task, ())), len(looks.get(task, ()))
         batch = plugins.make_batch(part, rows_for(part.name, min(ROWS, max(number, scenes_wanted))))
         try:
             if number:
                 demonstrations.append(
-                    cloning.collect_demonstrations(batch, number, p.action_noise, chunk, p.seed, progress)
+                    cloning.collect_demonstrations(batch, number, p.action_noise, chunk, seed, progress)
                 )
             if scenes_wanted:
-                all_scenes.append(cloning.collect_scenes(batch, scenes_wanted, p.seed, progress))
+                all_scenes.append(cloning.collect_scenes(batch, scenes_wanted, seed, progress))
         finally:
             batch.close()
     recorded = cloning.Demonstrations.concatenate(demonstrations)

@@ -23,6 +23,7 @@ from vla_stream.evaluation import mcnemar
 from vla_stream.learning import checkpoint
 
 CURVE_FILE, SUMMARY_FILE = "curve.png", "summary.json"
+NOT_FLAT = ("successes", "tasks")  # of an evaluation's result: summary.json and the logs have them
 
 
 def newest_checkpoint(run_dir: Path) -> Path | None:
@@ -71,7 +72,7 @@ def evaluate_ends(config: Config, idle: Callable[[], bool], tell: Callable[[str]
             raise RunFailed(f"evaluation {when}: its output is no JSON; see {logs}/eval-{when}.log") from exc
     now_s = time.time()
     records: list[dict[str, object]] = [
-        {"time": now_s, "kind": "evaluation", "when": when, **{k: v for k, v in result.items() if k != "successes"}}
+        {"time": now_s, "kind": "evaluation", "when": when, **{k: result[k] for k in result if k not in NOT_FLAT}}
         for when, result in results.items()
     ]
     samples.append(run_dir / samples.METRICS_FILE, records)
@@ -108,7 +109,8 @@ def summarise(config: Config, results: dict[str, dict[str, Any]], session_s: flo
     }
     lines = []
     for when, result in results.items():
-        summary[when] = {name: result[name] for name in ("success", "low", "high", "episodes", "seed", "checkpoint")}
+        told = ("success", "low", "high", "episodes", "seed", "checkpoint", "tasks")
+        summary[when] = {name: result[name] for name in told if name in result}
     if "before" in results and "after" in results:
         before, after = (np.array(results[when]["successes"], dtype=bool) for when in ("before", "after"))
         summary["mcnemar_p"] = mcnemar(before, after)
@@ -118,6 +120,10 @@ def summarise(config: Config, results: dict[str, dict[str, Any]], session_s: flo
         )
     elif "after" in results:
         lines.append(f"success {_rate(results['after'])} on {results['after']['episodes']} held-out seeds")
+    before_of, after_of = (results.get(when, {}).get("tasks", {}) for when in ("before", "after"))
+    for task, figures in after_of.items():
+        first = f"{_rate(before_of[task])} → " if task in before_of else ""
+        lines.append(f"  {task}: {first}{_rate(figures)} on {figures['episodes']} of them")
     rate = f": {count(trained / seconds)} per second" if seconds else ""
     lines.append(
         f"{updates} updates from {count(trained)} environment steps in {duration(seconds)}{rate} "

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from vla_stream.cli.pulse import Pulse
 from vla_stream.cli.samples import Record, number
 
+BY_TASK = "success."  # before a task's name
 UPDATE_WINDOW = 10  # updates over which the time to go is averaged
 
 
@@ -89,6 +90,7 @@ class Progress:
             success += f" (first {share(self.first_success)})"
         shown = {
             "success": success,
+            **self._by_task(),
             "return": decimal(number(self.last, "return")),
             "env-steps/s sampled": count(self.sampled_per_s),
             "trained": count(self.trained_per_s),
@@ -99,6 +101,12 @@ class Progress:
             "ETA": duration(self.eta_s),
         }
         return [(label, value) for label, value in shown.items() if value]
+
+    def _by_task(self) -> dict[str, str]:
+        """Success of each task, where there are several."""
+        return {
+            name.partition(".")[2]: share(number(self.last, name)) for name in self.last if name.startswith(BY_TASK)
+        }
 
     def line(self) -> str:
         """One plain line."""
