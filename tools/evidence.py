@@ -6,8 +6,10 @@ depends on how many segments are under way at once: a way with η has (1 + η)·
 order, where no segment is staler than η; the others in the order of arrival, where some are.
 
     area      mean success over the environment steps of the run, 0 to 1
+    start     success of the warm start, the same for all
     final     success of the last weights
-    shuffled  the same when a colour drawn at random is named instead of the right one
+    shuffled  the same when a colour drawn at random is named instead of the right one. The named cube is one of three,
+              drawn independently of all that is seen: whoever does not listen has 1/3 at most
     to .8     wall minutes until success is .8, of the run alone
 
 Success is that of checkpoints on fixed held-out seeds, without sampling: what training episodes tell comes the later
@@ -236,6 +238,7 @@ def summary(runs: Runs) -> str:
             [
                 way,
                 str(len(of)),
+                f"{statistics.mean(figures['curve'][0][2] for figures in of):.3f}",
                 f"{statistics.mean(figures['area'] for figures in of):.3f}",
                 f"{statistics.mean(figures['final'] for figures in of):.3f}",
                 f"{min(f['final'] for f in of):.2f}…{max(f['final'] for f in of):.2f}",
@@ -246,7 +249,7 @@ def summary(runs: Runs) -> str:
             ]
         )
     text = table(
-        ["way", "runs", "area", "final", "range", "shuffled", "staleness", "min to .8 (runs)", "minutes"], rows
+        ["way", "runs", "start", "area", "final", "range", "shuffled", "staleness", "min to .8 (runs)", "minutes"], rows
     )
     differences = [comparison(runs, first, second) for first, second in COMPARED if first in runs and second in runs]
     header = ["difference", "pairs", "area, points", "final, points", "sooner at .8"]

@@ -482,7 +482,7 @@ class Flow:
     def waiting_tickets(self) -> set[int]:
         """Tickets that could be given out: those that failed, and those that were passed over for their task."""
         members: Any = self.client.zrange(self.keys.refunded, 0, -1)
-        return {parse_member(member.decode(errors="replace"))[0] for member in members}
+        return {int(ticket) for member in members if (ticket := member.partition(b".")[0]).isdigit()}
 
     def live_members(self) -> set[str]:
         """`<ticket>.<attempt>` of all segments in the making, waiting for their update, or kept for a checkpoint."""

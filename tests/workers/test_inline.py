@@ -15,7 +15,7 @@ from vla_stream.learning import checkpoint
 from vla_stream.learning.update import RUNNING_MOMENTS
 from vla_stream.policies.protocol import Act
 from vla_stream.streams.keys import Keys
-from workers import inline
+from workers import history, inline
 
 SMALL: dict[str, Any] = {
     "environment": {"name": "tabletop", "max_steps": 8, "options": {}},
@@ -70,6 +70,24 @@ def test_two_identical_inline_runs_give_bit_identical_weights(run: Run, segment:
     assert all(torch.equal(first[name], second[name]) for name in first)
     _, other = train(run, f"{run.name}-c", **changes, seed=6)
     assert not all(torch.equal(first[name], other[name]) for name in first)
+
+
+def test_in_ticket_order_every_update_has_each_tasks_part_and_the_run_is_repeated_bit_for_bit(run: Run) -> None:
+    environment = {**SMALL["environment"], "tasks": {"near": {"weight": 2}, "far": {"options": {"shaping": 1.0}}}}
+    changes = {
+        "environment": environment,
+        "simulators__env_batches": 2,
+        "trainer__segments_per_update": 3,
+        "flow__order": "ticket",
+        "flow__max_staleness": 1,
+    }
+    config, first = train(run, run.name, **changes)
+    assert history.trained_tickets(config.run_dir, 2) == [1, 2, 3, 4, 5, 6]
+    told = updates_told(run.client, run.keys)
+    assert [(entry["segments.near"], entry["segments.far"]) for entry in told] == [(2.0, 1.0)] * 2
+    assert all(entry["staleness_max"] <= 1 for entry in told) and run.flow.books().balance == 0
+    _, second = train(run, f"{run.name}-b", **changes)
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_an_inline_run_in_streaming_is_repeated_bit_for_bit(run: Run) -> None:

@@ -14,6 +14,7 @@ import torch
 from live_run import Run, in_use
 from trainer_bench import A, H, K, Make, T
 
+from vla_stream import tasks
 from vla_stream.broker.connection import UNREACHABLE
 from vla_stream.broker.scripts import Script
 from vla_stream.errors import Expired, Hopeless, InputError
@@ -666,6 +667,19 @@ def test_f43_a_trainer_without_data_names_the_role_that_is_missing(
     monkeypatch.setattr(trainer_module, "SAY_WAITING_S", 0.0)
     trainer.step(None)
     assert run.events()[-1] == ("waiting", "trainer has no data for 0 s: no generator is alive")
+
+
+def test_f43_a_trainer_without_data_names_the_task_whose_tickets_nobody_takes(
+    make: Make, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make(environment__tasks={"near": {}, "far": {}}, simulators__env_batches=2)
+    trainer = bench.trainer()
+    run.worker("simulator"), run.worker("generator")
+    run.flow.grant(4, 60.0, turns=tasks.turns_of(run.flow.config().environment, "near"))
+    monkeypatch.setattr(trainer_module, "SAY_WAITING_S", 0.0)
+    trainer.step(None)
+    reason = "tickets of far wait; attach simulators, of which each has a task by its number"
+    assert run.events()[-1] == ("waiting", f"trainer has no data for 0 s: {reason}")
 
 
 def test_two_trainers_that_see_the_same_segments_end_with_the_same_weights(make: Make, run: Run) -> None:
