@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from test_flow import LEASE_S, let_leases_pass, make_flow, publish
+from test_flow import LEASE_S, let_leases_pass, make_flow, one_update, publish
 
 from vla_stream import tasks
 from vla_stream.broker.connection import Client
@@ -162,16 +162,18 @@ def test_in_ticket_order_what_is_passed_over_is_waited_for_and_counts_for_the_ve
     client: Client, run_name: str
 ) -> None:
     flow = make_flow(client, run_name, eta=1)
+    one_update(flow)  # with tickets 1 to 4; version 2
     slow = flow.grant(2, LEASE_S, turns=SLOW)
     assert isinstance(slow, list)
-    # Trained as the third and the sixth: in update 1, which weights 0 may serve, and in update 2, which they may not.
-    assert [permit.min_version for permit in slow] == [1, 1]
+    # The second of update 2 may be a version old when it is trained, the first of update 3 as well.
+    assert [(permit.member, permit.min_version) for permit in slow] == [("6.1", 1), ("9.1", 2)]
     publish(flow, slow)
-    assert flow.ready_in_order(B) == [], "tickets 1 and 2 come before"
+    assert flow.ready_in_order(B) == [], "ticket 5 comes before"
     quick = flow.grant(100, LEASE_S, turns=QUICK)
+    assert members(quick) == ["5.1", "7.1", "8.1", "10.1", "11.1"]
     assert isinstance(quick, list)
     publish(flow, quick)
-    assert flow.ready_in_order(B) == ["1.1", "2.1", "3.1", "4.1"]
+    assert flow.ready_in_order(B) == ["5.1", "6.1", "7.1", "8.1"]
 
 
 class Shop:
