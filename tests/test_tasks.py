@@ -86,7 +86,7 @@ def test_batches_are_dealt_over_the_simulators_by_their_numbers_a_slow_task_gets
     [
         ({"a": {}, "b": {}}, {"simulators": {"count": 1}}, "has no environment batch for b: simulators.count × simu"),
         ({"a": {"weight": 999}, "b": {"weight": 2}}, {}, "weight adds up to 1001, at most 1000; give smaller numbers"),
-        ({f"t{i}": {} for i in range(31)}, {}, "environment.tasks lists 31, at most 30"),
+        ({f"t{i}": {} for i in range(101)}, {}, "environment.tasks lists 101, at most 100"),
         ({"a": {"weight": 0}}, {}, "environment.tasks.a.weight"),
         ({"a.b": {}}, {}, "environment.tasks.a.b"),
         ({"a": {"wieght": 2}}, {}, "did you mean weight"),

@@ -28,7 +28,7 @@ MAX_NUMBER = 10**12  # of updates, versions, tickets: Lua's tostring writes 1e+1
 
 RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"
 TaskName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,31}$")]
-MOST_TASKS = 30  # each has a few figures in every update's sample, which holds 200
+MOST_TASKS = 100  # each has a few figures in every update's sample
 LONGEST_ROUND = 1000  # tickets after which the tasks' order repeats
 
 CHECKPOINTS, DEMONSTRATIONS = "checkpoints", "demos.safetensors"  # names in runs/<name>/

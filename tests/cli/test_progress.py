@@ -68,6 +68,8 @@ def test_each_task_has_its_success_where_there_are_several() -> None:
     progress = Progress(60)
     progress.add([update(1.0, 1, success=0.25, **{"success.near": 0.4, "success.far": 0.1, "segments.far": 2})])
     assert progress.line().startswith("update 1/60 · success 25 % (first 25 %) · near 40 % · far 10 %")
+    progress.add([update(2.0, 2, success=0.25, **{f"success.t{i}": i / 10 for i in (3, 9, 1, 8, 2, 0)})])
+    assert progress.line().startswith("update 2/60 · success 25 % (first 25 %) · t3 30 % · t1 10 % · t2 20 % · t0 0 %")
 
 
 def test_records_that_lack_numbers_or_hold_nonsense_do_no_harm() -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 BLUE, ORANGE, GREY = "#2f6db3", "#d9822b", "#8a8f98"
 RATE_BIN_S = 5.0
+TASKS_DRAWN = 8
 TRAINED_UPDATES = 5  # over which the rate of trained steps is averaged
 
 
@@ -111,7 +112,8 @@ def _clock(curve: Curve) -> tuple[float, str]:
 def _success(axis: Axes, curve: Curve, x: Sequence[float], label: str) -> None:
     at, values = curve.series("success", x)
     axis.plot(at, values, color=BLUE, linewidth=1.8, label="training, sampled actions")
-    for name in sorted({name for record in curve.updates for name in record if name.startswith(BY_TASK)}):
+    by_task = sorted({name for record in curve.updates for name in record if name.startswith(BY_TASK)})
+    for name in by_task if len(by_task) <= TASKS_DRAWN else ():
         axis.plot(*curve.series(name, x), linewidth=1.0, label=name.removeprefix(BY_TASK))
     ends = {"before": 0.0, "after": x[-1] if x else 0.0}
     for when, record in curve.evaluations.items():

@@ -9,6 +9,7 @@ from vla_stream.cli.pulse import Pulse
 from vla_stream.cli.samples import Record, number
 
 BY_TASK = "success."  # before a task's name
+TASKS_SHOWN = 4
 UPDATE_WINDOW = 10  # updates over which the time to go is averaged
 
 
@@ -103,10 +104,10 @@ class Progress:
         return [(label, value) for label, value in shown.items() if value]
 
     def _by_task(self) -> dict[str, str]:
-        """Success of each task, where there are several."""
-        return {
-            name.partition(".")[2]: share(number(self.last, name)) for name in self.last if name.startswith(BY_TASK)
-        }
+        """Success of each task, where there are several; of many those that are worst."""
+        found = {name.removeprefix(BY_TASK): number(self.last, name) for name in self.last if name.startswith(BY_TASK)}
+        worst = sorted(found, key=lambda name: found[name] or 0.0)[:TASKS_SHOWN]
+        return {name: share(value) for name, value in found.items() if name in worst}
 
     def line(self) -> str:
         """One plain line."""
