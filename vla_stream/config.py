@@ -96,6 +96,10 @@ SegmentKind = Annotated[
 
 class Simulators(Section):
     count: Count = Field(default=2, ge=0, description="Simulator processes that `run` starts.")
+    python: PlainPath | None = Field(
+        default=None,
+        description="Interpreter that has the simulator, for example .venvs/libero/bin/python. Default: this one.",
+    )
     env_batches: Count = Field(default=1, ge=1, description="Independent environment batches per process.")
     slots: Count = Field(default=2, ge=1, description="Parts of a batch that travel alone: one request per chunk step.")
     envs_per_slot: Count = Field(default=8, ge=1, description="k: rows (environments) of one slot.")

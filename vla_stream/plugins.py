@@ -70,9 +70,19 @@ def parse_options(cls: Any, data: Mapping[str, Any], subject: str) -> Any:
     return parse(options, data, f"{subject}: ")
 
 
+def checked_environment(environment: Environment, subject: str = "environment.options") -> tuple[Any, Any]:
+    """The environment's class and its Options, once the class finds all that it needs. Raises InputError.
+
+    subject: where the options stand in the config."""
+    cls = load_class(ENVIRONMENTS, environment.name)
+    options = parse_options(cls, environment.options, subject)
+    if hasattr(cls, "check_installed"):
+        cls.check_installed(options)
+    return cls, options
+
+
 def make_batch(environment: Environment, rows: int) -> EnvironmentBatch:
     """The configured environment batch, in this process."""
-    cls = load_class(ENVIRONMENTS, environment.name)
-    options = parse_options(cls, environment.options, "environment.options")
+    cls, options = checked_environment(environment)
     batch: EnvironmentBatch = cls(rows, environment.max_steps, options)
     return batch

@@ -22,6 +22,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -40,8 +41,10 @@ from workers.processes import RESTARTS_AT_ONCE, RestartBudget
 
 Reply = tuple[dict[str, np.ndarray], dict[str, Any]]  # arrays and meta of a packet
 
+STDERR = 2  # the file descriptor
 GRACE_S = 1.0  # the child's own alarm comes first: it knows where it hangs
 REAP_S = 1.0
+LOOK_S = 0.1  # between two looks at whether one that says nothing hangs
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +130,7 @@ class ProcessHost:
         self._config, self.rows, self.busy = config, rows, False
         self.whole_batch: bool = cls.whole_batch
         self._children = [
-            _Child(config.environment, config.simulators, range(start, min(start + per_process, rows)))
+            Child(config.environment, config.simulators, range(start, min(start + per_process, rows)))
             for start in range(0, rows, per_process)
         ]
         self._budget = RestartBudget(at_once=RESTARTS_AT_ONCE + len(self._children))
@@ -196,7 +199,7 @@ class ProcessHost:
         child.kill()
         if not self._budget.take(time.monotonic()):
             raise RunFailed(f"environments fail again and again, last: {cause}")
-        self._children[index] = _Child(self._config.environment, self._config.simulators, child.rows)
+        self._children[index] = Child(self._config.environment, self._config.simulators, child.rows)
 
     def _finish(self) -> Outcome:
         self.busy = False
@@ -246,20 +249,15 @@ class ProcessHost:
         return dataclasses.replace(whole, instruction=instruction)
 
     def _await_specification(self) -> Specification:
-        found = []
-        for child in self._children:
-            while child.poll() is None and not child.ready:
-                wait([child.fileno()], timeout=0.1)
-            found.append(child.specification)
-        first = found[0]
-        assert first is not None
-        return first
+        return [child.await_specification() for child in self._children][0]
 
 
-class _Child:
+class Child:
     """One child process with some rows. Commands may be sent before it is ready; replies come in order."""
 
-    def __init__(self, environment: Environment, simulators: Simulators, rows: range) -> None:
+    def __init__(
+        self, environment: Environment, simulators: Simulators, rows: range, python: str | Path = sys.executable
+    ) -> None:
         self.rows = rows
         self.specification: Specification | None = None
         self._deadlines_s = {STEPS: simulators.step_deadline_s, RESETS: simulators.start_deadline_s}
@@ -276,8 +274,9 @@ class _Child:
         self._rooms = Rooms()
         passed = [theirs.fileno(), pipe] + [self._rooms.file] * (self._rooms.file >= 0)
         handed = map(str, (theirs.fileno(), pipe, self._rooms.file))
-        command = [sys.executable, "-m", "workers.environment_process", *handed, json.dumps(task)]
-        self._process = subprocess.Popen(command, pass_fds=passed, stdin=subprocess.DEVNULL)
+        command = [python, "-m", "workers.environment_process", *handed, json.dumps(task)]
+        # Simulators print, and what a command like `eval` prints is read by programs.
+        self._process = subprocess.Popen(command, pass_fds=passed, stdin=subprocess.DEVNULL, stdout=STDERR)
         theirs.close()
         os.close(pipe)
         self._packets = Packets(ours, self._rooms)
@@ -295,8 +294,8 @@ class _Child:
         return self._packets.fileno()
 
     def send(self, operation: str, arrays: dict[str, np.ndarray]) -> None:
-        """A command: `chunk` or `reset`."""
-        self._expect(STEPS if operation == "chunk" and self.ready else RESETS)
+        """A command; environment_process.py lists them."""
+        self._expect(RESETS if operation == "reset" or not self.ready else STEPS)
         packet = pieces(arrays, {"operation": operation, "room": self._rooms.offer()})
         # Should it have died, or not read, the next poll says so with the reason.
         with contextlib.suppress(OSError):
@@ -321,6 +320,20 @@ class _Child:
             raise EnvironmentFailed(self._exit_reason())  # what it forked may hold the socket open
         self._watch(moved=self._packets.received_bytes != before)
         return None
+
+    def await_specification(self) -> Specification:
+        """Once the environment is made. Raises like `poll`."""
+        while self.poll() is None and self.specification is None:
+            wait([self.fileno()], timeout=LOOK_S)
+        assert self.specification is not None
+        return self.specification
+
+    def ask(self, operation: str, arrays: dict[str, np.ndarray]) -> Reply:
+        """Send, and wait for the reply. Raises like `poll`."""
+        self.send(operation, arrays)
+        while (reply := self.poll()) is None:
+            wait([self.fileno()], timeout=LOOK_S)
+        return reply
 
     def kill(self) -> None:
         self._packets.close()

@@ -1,8 +1,10 @@
-"""An environment in a child process, for ProcessHost.
+"""An environment in a child process, for ProcessHost and BatchApart.
 
     python -m workers.environment_process <socket> <pipe> <memory file or -1> <task>
 
-It answers packets of broker/codec.py, and ends when the socket closes. It sets the kernel's alarm clock for its steps
+It answers packets of broker/codec.py, and ends when the socket closes. Operations: `reset` and `chunk` for a host, whose
+answers hold the images; `reset`, `step` and what PLAIN lists for a batch, which looks at images with `observe` only when
+somebody reads them. It sets the kernel's alarm clock for its steps
 and resets: one that hangs writes all threads' tracebacks into the log and ends, even when a C library hangs. A byte
 into the pipe says what begins, for a parent that watches whether this process moves at all.
 """
@@ -19,6 +21,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +29,7 @@ import numpy as np
 from vla_stream import plugins
 from vla_stream.broker.codec import Piece, pieces, unpack
 from vla_stream.config import Environment
-from vla_stream.environments.chunks import read_images, reset_checked, run_chunk
+from vla_stream.environments.chunks import check_result, read_images, reset_checked, run_chunk
 from vla_stream.environments.protocol import EnvironmentBatch, Observations, StepResult
 from vla_stream.errors import InputError
 from vla_stream.streams.observations import observation_pieces
@@ -36,6 +39,8 @@ from workers.packets import Packets
 
 # What a chunk's answer holds beside the observations, which are those of the rows and then those of `final_rows`.
 RESULTS = ("final_rows", "executed", "rewards", "terminated", "truncated", "success")
+FLAGS = ("reward", "terminated", "truncated", "success")  # what a step's answer holds beside the state
+PLAIN = ("expert_actions", "grounding_targets")  # optional methods without arguments, with one array as their answer
 STEPS, RESETS = b"s", b"r"  # what begins; it takes as long as simulators.step_deadline_s, start_deadline_s allow
 MARGIN = 0.05  # of a deadline
 
@@ -47,6 +52,7 @@ class _Watched:
         self.specification = batch.specification
         self._batch, self._deadlines_s, self._beginnings = batch, deadlines_s, beginnings
         self._told, self._told_s = b"", 0.0
+        self.seen: Observations | None = None  # by the last step
 
     def reset(self, mask: np.ndarray, seeds: np.ndarray) -> Observations:
         self._alarm(RESETS)
@@ -54,7 +60,15 @@ class _Watched:
 
     def step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
         self._alarm(STEPS)
-        return self._batch.step(actions, active)
+        result = self._batch.step(actions, active)
+        self.seen = result.observations
+        return result
+
+    def call(self, name: str) -> np.ndarray:
+        """One of PLAIN."""
+        self._alarm(STEPS)
+        array: np.ndarray = getattr(self._batch, name)()
+        return array
 
     def rendered(self, observations: Observations, *, after_reset: bool = False) -> Observations:
         """Images may be rendered only now, and renderers are what hangs most (F40)."""
@@ -80,10 +94,26 @@ class _Watched:
 
 
 def _answer(batch: _Watched, arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> list[Piece]:
-    if meta.get("operation") == "reset":
+    operation = meta.get("operation")
+    if operation == "reset":
         seen = batch.rendered(reset_checked(batch, arrays["mask"], arrays["seeds"]), after_reset=True)
         batch.rest()
         return observation_pieces(seen)
+    if operation == "step":
+        result = batch.step(arrays["actions"], arrays["active"])
+        batch.rest()
+        check_result(result, batch.specification, len(result.reward))
+        blind = replace(result.observations, images={})
+        return observation_pieces(blind, **{name: getattr(result, name) for name in FLAGS})
+    if operation == "observe":
+        assert batch.seen is not None
+        seen = batch.rendered(batch.seen)
+        batch.rest()
+        return observation_pieces(seen)
+    if operation in PLAIN:
+        array = batch.call(operation)
+        batch.rest()
+        return pieces({operation: array}, {})
     chunk = run_chunk(batch, arrays["actions"], arrays["active"], arrays["reset_rows"], arrays["reset_seeds"])
     parts = [batch.rendered(part) for part in (chunk.observations, chunk.final) if part is not None]
     batch.rest()

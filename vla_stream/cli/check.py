@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,15 +52,14 @@ def try_out(config: Config, *, everything: bool) -> None:
     import torch
 
     from vla_stream import plugins, tasks
-    from vla_stream.environments.conformance import Report, check_environment
-    from vla_stream.environments.protocol import EnvironmentBatch
+    from vla_stream.environments.conformance import Report
     from vla_stream.policies.conformance import check_policy
     from vla_stream.policies.protocol import Policy
+    from workers import environment_apart
     from workers.models import torch_device
 
     torch.set_num_threads(1)
     environment, problems = config.environment, list[str]()
-    cls = plugins.load_class(plugins.ENVIRONMENTS, environment.name)
 
     def tell(name: str, report: Report) -> None:
         problems.extend(f"{name}: {check}: {problem}" for check, problem in report.problems.items())
@@ -70,18 +68,12 @@ def try_out(config: Config, *, everything: bool) -> None:
         if not report.problems:
             click.echo(f"{name}: keeps the protocol")
 
-    def maker(task: str) -> Callable[[int, int], EnvironmentBatch]:
-        options = plugins.parse_options(cls, tasks.config_for(config, task).environment.options, "environment.options")
-        return lambda rows, max_steps: cls(rows, max_steps, options)
-
-    names = tasks.names(environment)
-    for name in names if everything or ":" in environment.name else ():
-        tell(
-            f"environment {environment.name}" + (f", task {name}" if name else ""),
-            check_environment(maker(name), cls.rows_per_process, environment.max_steps),
-        )
+    if everything or ":" in environment.name:
+        for name, report in environment_apart.ask(config, "try").reports.items():
+            tell(f"environment {environment.name}" + (f", task {name}" if name else ""), report)
     if everything or ":" in config.policy.name:
-        with contextlib.closing(maker(names[0])(1, environment.max_steps)) as batch:
+        first = tasks.config_for(config, tasks.names(environment)[0])
+        with contextlib.closing(environment_apart.make_batch(first, 1)) as batch:
             specification = batch.specification
         device = torch_device(config.generators.device)
         made = plugins.load_class(plugins.POLICIES, config.policy.name)
@@ -107,8 +99,8 @@ def check_policy_options(config: Config) -> None:
 
 
 def check_classes(config: Config) -> None:
-    """Classes that the config names, and the environment's options, where this host needs them. The policy's are left
-    to its workers: reading them may import torch. Raises InputError."""
+    """Classes that the config names, the environment's options, and the simulators' interpreter, where this host needs
+    them. The policy's are left to its workers: reading them may import torch. Raises InputError."""
     from vla_stream import plugins, tasks
     from vla_stream.cli.trackers import check_installed
 
@@ -117,11 +109,9 @@ def check_classes(config: Config) -> None:
         plugins.load_class(plugins.BATCHING, config.generators.batching)
 
     if config.simulators.count > 0:
-        environment = plugins.load_class(plugins.ENVIRONMENTS, config.environment.name)
-        tasks.check_whole_batch(config, getattr(environment, "whole_batch", False))
-        for name in tasks.names(config.environment):
-            options, where = tasks.config_for(config, name).environment.options, "environment.options"
-            plugins.parse_options(environment, options, f"{where} with environment.tasks.{name}" if name else where)
+        from workers import environment_apart
+
+        tasks.check_whole_batch(config, environment_apart.ask(config).whole_batch)
 
 
 def check_files(config: Config) -> None:

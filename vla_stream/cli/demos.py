@@ -28,8 +28,9 @@ def demos(configs: tuple[Path, ...], overrides: tuple[str, ...], output: Path) -
     """
     follow_launcher()
     from vla_stream import config as settings
-    from vla_stream import plugins, tasks
+    from vla_stream import tasks
     from vla_stream.learning import cloning
+    from workers import environment_apart
 
     config = settings.load(configs, overrides)
     if config.pretrain is None:
@@ -44,9 +45,9 @@ def demos(configs: tuple[Path, ...], overrides: tuple[str, ...], output: Path) -
     demonstrations, all_scenes = [], []
     for place, task in enumerate(dict.fromkeys([*episodes, *looks])):
         seed = (p.seed + place) % (settings.MAX_SEED + 1)  # tasks that are alike do not show the same twice
-        part = tasks.config_for(config, task).environment
         number, scenes_wanted = len(episodes.get(task, ())), len(looks.get(task, ()))
-        batch = plugins.make_batch(part, rows_for(part.name, min(ROWS, max(number, scenes_wanted))))
+        rows = min(ROWS, max(number, scenes_wanted))
+        batch = environment_apart.make_batch(tasks.config_for(config, task), rows)
         try:
             if number:
                 demonstrations.append(
@@ -64,11 +65,3 @@ def demos(configs: tuple[Path, ...], overrides: tuple[str, ...], output: Path) -
         + (f", {len(scenes)} scenes" if scenes is not None else "")
         + f": {output}"
     )
-
-
-def rows_for(environment: str, wanted: int) -> int:
-    """As many rows as wanted, or as one process may hold."""
-    from vla_stream import plugins
-
-    most: int | None = plugins.load_class(plugins.ENVIRONMENTS, environment).rows_per_process
-    return wanted if most is None else min(wanted, most)

@@ -52,8 +52,8 @@ def evaluate(
     import torch
 
     from vla_stream import config as settings
-    from vla_stream import evaluation, plugins, tasks
-    from vla_stream.cli.demos import rows_for
+    from vla_stream import evaluation, tasks
+    from workers import environment_apart
     from workers.models import make_policy, torch_device
     from workers.trainer import load_policy
 
@@ -64,8 +64,7 @@ def evaluate(
     first = config.evaluation.seed if seed is None else seed
     outcomes, policy, played = evaluation.Outcomes.blank(number), None, 0
     for task, index in tasks.dealt(config.environment, number).items():
-        part = tasks.config_for(config, task)
-        batch = plugins.make_batch(part.environment, rows_for(part.environment.name, ROWS))
+        batch = environment_apart.make_batch(tasks.config_for(config, task), ROWS)
         try:
             if policy is None:
                 policy = make_policy(config, batch.specification, torch_device(config.generators.device))

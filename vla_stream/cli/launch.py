@@ -7,6 +7,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -27,7 +28,7 @@ from vla_stream.streams import notices, presence
 from vla_stream.streams.keys import Keys
 from vla_stream.streams.notices import one_line
 from workers.janitor import Janitor
-from workers.supervisor import ROLES, Notice, Supervisor
+from workers.supervisor import ROLES, Notice, Supervisor, worker_command
 
 LAUNCHER = "launcher"
 LAUNCHER_TTL_S = 30.0
@@ -118,6 +119,7 @@ class Launch:
             lease_s=self.config.flow.lease_s,
             watch_roles=True,
             shm=self.flow.shm_folder(),
+            command=partial(worker_command, simulators_python=self.config.simulators.python),
         )
         counts = {"trainer": 1, "generator": self.config.generators.count, "simulator": self.config.simulators.count}
         for role in ROLES:

@@ -52,6 +52,11 @@ def run(
     from vla_stream.cli.folder import RunFolder
 
     config = settings.load(configs, [*overrides, *([f"updates={updates}"] if updates else [])])
+    if inline and config.simulators.python is not None:
+        raise InputError(
+            f"--inline: simulators.python is {str(config.simulators.python)!r}, but one process has one interpreter; "
+            "leave out --inline, or install policy and simulator together and add --set simulators.python=null"
+        )
     if inline and (left_out := tasks.left_out(config, 1)):
         raise InputError(
             f"--inline: its one simulator has no environment batch for {', '.join(left_out)}; raise "

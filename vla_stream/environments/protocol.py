@@ -91,7 +91,9 @@ class EnvironmentBatch(Protocol):
     """B environments of one kind, stepped together. There is no autoreset: whoever steps decides when to reset.
 
     A class also has the attribute `Options` (a pydantic model with a sentence per field, importable without the
-    simulator's own packages) and is made as `Class(rows, max_steps, Options(...))`.
+    simulator's own packages) and is made as `Class(rows, max_steps, Options(...))`. It may have a class method
+    `check_installed(options)`, which is called before any worker starts, takes seconds at most, and raises InputError
+    when the simulator's packages or the files of the chosen task are missing.
     `rows` is B; `max_steps` is the horizon after which a row is truncated. `whole_batch` says that a subset cannot be
     stepped; `rows_per_process` bounds the rows that one process may hold (None: all of them).
     Observations are never written to afterwards; their images may be rendered only when they are read.

@@ -1,0 +1,40 @@
+"""An interpreter with an environment that nobody else can import: what `.venvs/<simulator>/bin/python` is, without
+the minutes that one takes to install."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ENVIRONMENT = "only_there:Apart"
+MODULE = """
+import numpy as np
+from pydantic import Field
+from fakes import Line
+from vla_stream.errors import InputError
+
+class Apart(Line):
+    class Options(Line.Options):
+        missing: bool = Field(default=False, description="Something it needs is.")
+
+    @classmethod
+    def check_installed(cls, options):
+        print("noise on stdout, as simulators make it")
+        if options.missing:
+            raise InputError("only_there: no entry in the attic, expected one")
+
+    def expert_actions(self):
+        return np.ones((self.rows, 2), dtype=np.float32)
+"""
+
+
+def make_interpreter(folder: Path) -> Path:
+    """A program in `folder` that is this Python, plus the module."""
+    there = folder / "there"
+    there.mkdir()
+    (there / "only_there.py").write_text(MODULE)
+    python = there / "python"
+    tests = Path(__file__).parent
+    python.write_text(f'#!/bin/sh\nexport PYTHONPATH="{there}:{tests}"\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return python

@@ -1,0 +1,183 @@
+"""Environments of another interpreter than ours (`simulators.python`): asked about, tried out, and played from here.
+
+Workers run there as a whole. This is for the commands that need an environment and a policy, or an environment and a
+person: `check`, `eval`, `demos`.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar, Literal, cast
+
+import numpy as np
+
+from vla_stream import __version__, plugins, tasks
+from vla_stream.config import Config
+from vla_stream.environments.conformance import Report
+from vla_stream.environments.protocol import EnvironmentBatch, Observations, StepResult
+from vla_stream.errors import EnvironmentFailed, InputError
+from vla_stream.streams.observations import checked_observations
+from workers import environment_probe
+from workers.environment_host import Child
+from workers.environment_process import FLAGS
+
+REMEDY = "give one with vla-stream and the simulator in it, such as tools/setup makes in .venvs/"
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What is known of an environment class. offers: which of PLAIN it has; reports: of each task once it was tried
+    out."""
+
+    class_name: str
+    rows_per_process: int | None
+    whole_batch: bool
+    offers: tuple[str, ...] = ()
+    reports: Mapping[str, Report] = field(default_factory=dict)
+
+
+def ask(config: Config, question: Literal["look", "try"] = "look") -> About:
+    """Of the config's environment and all its tasks, in `simulators.python`, or here. Raises InputError: for the
+    environment, its options and what it needs; for an interpreter that is not there or cannot run vla-stream."""
+    python = config.simulators.python
+    parts = {task: tasks.config_for(config, task).environment for task in tasks.names(config.environment)}
+    if python is None:
+        answer: Any = environment_probe.look(parts)
+        tried = parts if question == "try" else {}
+        reports = {task: environment_probe.try_out(environment) for task, environment in tried.items()}
+    else:
+        # As for a reset: a simulator that is imported only for its version may take long, but not for ever.
+        limit_s = config.simulators.start_deadline_s if question == "look" else None
+        described = json.dumps({task: environment.model_dump(mode="json") for task, environment in parts.items()})
+        answer = _answer(python, question, described, limit_s)
+        if environment_probe.REFUSED in answer:
+            raise InputError(str(answer[environment_probe.REFUSED]))
+        reports = {task: Report(**report) for task, report in answer.get("reports", {}).items()}
+    return About(
+        answer["class_name"], answer["rows_per_process"], answer["whole_batch"], tuple(answer["offers"]), reports
+    )
+
+
+def make_batch(config: Config, most_rows: int) -> EnvironmentBatch:
+    """The environment of a config with one task, with so many rows, or as many as one process may hold: in this
+    process, or in a child of `simulators.python`. Raises InputError."""
+    about = ask(config)
+    rows = most_rows if about.rows_per_process is None else min(most_rows, about.rows_per_process)
+    python = config.simulators.python
+    if python is None:
+        return plugins.make_batch(config.environment, rows)
+    members: dict[str, Any] = {"whole_batch": about.whole_batch}
+    for name in about.offers:
+        members[name] = _plain(name)
+    # A class of its own: whether a batch is an Expert is seen by its methods, and its name stands in messages.
+    return cast(EnvironmentBatch, type(about.class_name, (BatchApart,), members)(config, rows, python))
+
+
+class BatchApart:
+    """B rows of an environment in a child process of another interpreter, as an EnvironmentBatch.
+
+    Images are asked for when they are read, which must be before the next step or reset. One that hangs or dies is not
+    replaced: EnvironmentFailed."""
+
+    whole_batch: ClassVar[bool]
+
+    def __init__(self, config: Config, rows: int, python: Path) -> None:
+        self.rows, self.max_steps = rows, config.environment.max_steps
+        self._child = Child(config.environment, config.simulators, range(rows), python)
+        try:
+            self.specification = self._child.await_specification()
+        except BaseException:
+            self.close()
+            raise
+        self._images = _Images(self, {})
+
+    def reset(self, mask: np.ndarray, seeds: np.ndarray) -> Observations:
+        self._images.expire()
+        return self._observations(*self._child.ask("reset", {"mask": mask, "seeds": seeds}))
+
+    def step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
+        self._images.expire()
+        arrays, meta = self._child.ask("step", {"actions": actions, "active": active})
+        flags = {name: arrays.pop(name) for name in FLAGS}
+        self._images = _Images(self, self.specification.cameras)
+        return StepResult(replace(self._observations(arrays, meta), images=self._images), **flags)
+
+    def close(self) -> None:
+        self._child.kill()
+
+    def look(self) -> Mapping[str, np.ndarray]:
+        """What the cameras see since the last step."""
+        return self._observations(*self._child.ask("observe", {})).images
+
+    def ask_plain(self, name: str) -> np.ndarray:
+        """What one of PLAIN answers."""
+        return self._child.ask(name, {})[0][name].copy()
+
+    def _observations(self, arrays: dict[str, np.ndarray], meta: Mapping[str, Any]) -> Observations:
+        # Copies: arrays in a packet are read-only, and torch takes no such ones.
+        return checked_observations({name: array.copy() for name, array in arrays.items()}, meta, self.rows)
+
+
+def _plain(name: str) -> Any:
+    return lambda batch: batch.ask_plain(name)
+
+
+class _Images(Mapping[str, np.ndarray]):
+    """Those after a step, rendered at the first look."""
+
+    def __init__(self, batch: BatchApart, cameras: Mapping[str, tuple[int, int]]) -> None:
+        self._batch: BatchApart | None = batch
+        self._cameras = cameras
+        self._seen: Mapping[str, np.ndarray] | None = None
+
+    def expire(self) -> None:
+        self._batch = None
+
+    def __getitem__(self, camera: str) -> np.ndarray:
+        if camera not in self._cameras:
+            raise KeyError(camera)
+        if self._seen is None:
+            if self._batch is None:
+                raise EnvironmentFailed("an image is read after the next step or reset; read it before")
+            self._seen = self._batch.look()
+        return self._seen[camera]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._cameras)
+
+    def __len__(self) -> int:
+        return len(self._cameras)
+
+
+def _answer(python: Path, question: str, described: str, limit_s: float | None) -> dict[str, Any]:
+    subject = f"simulators.python is {str(python)!r}"
+    command = [str(python), "-m", environment_probe.__name__, question]
+    try:
+        done = subprocess.run(
+            command, input=described, capture_output=True, text=True, errors="replace", timeout=limit_s, check=False
+        )
+    except OSError as exc:
+        raise InputError(f"{subject}: {exc.strerror}; {REMEDY}") from exc
+    except subprocess.TimeoutExpired as exc:
+        raise InputError(
+            f"{subject}: no answer within simulators.start_deadline_s, {exc.timeout:g} s; raise it, or {REMEDY}"
+        ) from exc
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    try:
+        answer: dict[str, Any] = json.loads(done.stdout)
+        if not isinstance(answer, dict) or not ({"version", environment_probe.REFUSED} & answer.keys()):
+            raise ValueError("no answer of ours")
+    except ValueError as exc:
+        last = lines[-1].strip()[:300] if lines else f"it said nothing and ended with code {done.returncode}"
+        raise InputError(f"{subject}: cannot run vla-stream there ({last}); {REMEDY}") from exc
+    if answer.get("version", __version__) != __version__:
+        raise InputError(
+            f"{subject}: has vla-stream {answer['version']}, expected {__version__} as in {sys.executable}; install the "
+            "same in both"
+        )
+    return answer
