@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
@@ -19,8 +19,9 @@ import numpy as np
 from vla_stream import __version__, plugins, tasks
 from vla_stream.config import Config
 from vla_stream.environments.conformance import Report
+from vla_stream.environments.late_images import LateImages
 from vla_stream.environments.protocol import EnvironmentBatch, Observations, StepResult
-from vla_stream.errors import EnvironmentFailed, InputError
+from vla_stream.errors import InputError
 from vla_stream.streams.observations import checked_observations
 from workers import environment_probe
 from workers.environment_host import Child
@@ -94,7 +95,7 @@ class BatchApart:
         except BaseException:
             self.close()
             raise
-        self._images = _Images(self, {})
+        self._images = LateImages((), None)
 
     def reset(self, mask: np.ndarray, seeds: np.ndarray) -> Observations:
         self._images.expire()
@@ -104,13 +105,13 @@ class BatchApart:
         self._images.expire()
         arrays, meta = self._child.ask("step", {"actions": actions, "active": active})
         flags = {name: arrays.pop(name) for name in FLAGS}
-        self._images = _Images(self, self.specification.cameras)
+        self._images = LateImages(self.specification.cameras, self._look)
         return StepResult(replace(self._observations(arrays, meta), images=self._images), **flags)
 
     def close(self) -> None:
         self._child.kill()
 
-    def look(self) -> Mapping[str, np.ndarray]:
+    def _look(self) -> Mapping[str, np.ndarray]:
         """What the cameras see since the last step."""
         return self._observations(*self._child.ask("observe", {})).images
 
@@ -125,33 +126,6 @@ class BatchApart:
 
 def _plain(name: str) -> Any:
     return lambda batch: batch.ask_plain(name)
-
-
-class _Images(Mapping[str, np.ndarray]):
-    """Those after a step, rendered at the first look."""
-
-    def __init__(self, batch: BatchApart, cameras: Mapping[str, tuple[int, int]]) -> None:
-        self._batch: BatchApart | None = batch
-        self._cameras = cameras
-        self._seen: Mapping[str, np.ndarray] | None = None
-
-    def expire(self) -> None:
-        self._batch = None
-
-    def __getitem__(self, camera: str) -> np.ndarray:
-        if camera not in self._cameras:
-            raise KeyError(camera)
-        if self._seen is None:
-            if self._batch is None:
-                raise EnvironmentFailed("an image is read after the next step or reset; read it before")
-            self._seen = self._batch.look()
-        return self._seen[camera]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._cameras)
-
-    def __len__(self) -> int:
-        return len(self._cameras)
 
 
 def _answer(python: Path, question: str, described: str, limit_s: float | None) -> dict[str, Any]:
@@ -177,7 +151,7 @@ def _answer(python: Path, question: str, described: str, limit_s: float | None) 
         raise InputError(f"{subject}: cannot run vla-stream there ({last}); {REMEDY}") from exc
     if answer.get("version", __version__) != __version__:
         raise InputError(
-            f"{subject}: has vla-stream {answer['version']}, expected {__version__} as in {sys.executable}; install the "
-            "same in both"
+            f"{subject}: has vla-stream {answer['version']}, expected {__version__} as in {sys.executable}; "
+            "install the same in both"
         )
     return answer

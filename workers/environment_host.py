@@ -249,7 +249,8 @@ class ProcessHost:
         return dataclasses.replace(whole, instruction=instruction)
 
     def _await_specification(self) -> Specification:
-        return [child.await_specification() for child in self._children][0]
+        first, *_ = [child.await_specification() for child in self._children]
+        return first
 
 
 class Child:

@@ -2,11 +2,11 @@
 
     python -m workers.environment_process <socket> <pipe> <memory file or -1> <task>
 
-It answers packets of broker/codec.py, and ends when the socket closes. Operations: `reset` and `chunk` for a host, whose
-answers hold the images; `reset`, `step` and what PLAIN lists for a batch, which looks at images with `observe` only when
-somebody reads them. It sets the kernel's alarm clock for its steps
-and resets: one that hangs writes all threads' tracebacks into the log and ends, even when a C library hangs. A byte
-into the pipe says what begins, for a parent that watches whether this process moves at all.
+It answers packets of broker/codec.py, and ends when the socket closes. Operations: `reset` and `chunk` for a host,
+whose answers hold the images; `reset`, `step` and what PLAIN lists for a BatchApart, which asks for images with
+`observe` only when somebody reads them. It sets the kernel's alarm clock for its steps and resets: one that hangs
+writes all threads' tracebacks into the log and ends, even when a C library hangs. A byte into the pipe says what
+begins, for a parent that watches whether this process moves at all.
 """
 
 from __future__ import annotations
