@@ -11,15 +11,19 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from simulator_interpreters import interpreter
 
 from vla_stream.cli.check import check
 from vla_stream.config import load
+from vla_stream.plugins import ENVIRONMENTS, load_class, parse_options
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def checked(*paths: Path, overrides: tuple[str, ...] = ()) -> str:
-    """What `vla-stream check` says about a valid config."""
+    """What `vla-stream check` says about a valid config, without asking an interpreter that may not be there."""
+    if load(paths, overrides).simulators.python is not None:
+        overrides = (*overrides, "simulators.count=0")
     arguments = [*map(str, paths), *(part for override in overrides for part in ("--set", override))]
     done = CliRunner().invoke(check, arguments, catch_exceptions=False)
     assert done.exit_code == 0, done.output
@@ -37,6 +41,50 @@ def test_every_config_is_valid_alone_and_under_every_policy(path: Path) -> None:
     for policy in POLICIES:
         said = checked(path, policy)
         assert f"name: {policy.stem.replace('-', '_')}\n" in said and said.endswith("the config is valid\n")
+
+
+@pytest.mark.parametrize("name", ["libero", "metaworld"])
+def test_options_of_simulators_with_an_interpreter_of_their_own_are_known_here_too(name: str) -> None:
+    environment = load([CONFIGS / f"{name}.yaml"]).environment
+    parse_options(load_class(ENVIRONMENTS, environment.name), environment.options, "environment.options")
+
+
+@pytest.mark.libero
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_libero_in_its_own_interpreter_trains_a_tiny_pi0_of_this_one_until_version_3_acts(tmp_path: Path) -> None:
+    smaller = ("environment.max_steps=20", "policy.chunk=5", "simulators.segment={steps: 2}", "generators.threads=1")
+    smaller += ("simulators.envs_per_slot=1", "trainer.segments_per_update=2", "trainer.critic_warmup_updates=0")
+    exactly = ("flow.max_staleness=0", "evaluation.episodes=0", "policy.options.precision=float32")
+    python = f"simulators.python={interpreter('libero')}"
+    paths = [CONFIGS / "libero.yaml", CONFIGS / "pi0.yaml"]
+    records = run(tmp_path, *paths, updates=3, overrides=(*smaller, *exactly, python))
+    updates = [record for record in records if record["kind"] == "update"]
+    assert [record["version"] for record in updates] == [2, 3, 4]
+    assert all(record["gradient_norm"] > 0 and not record["skipped"] for record in updates)
+    # So the segments of the last update were made by version 3, and by nothing older.
+    assert all(record["staleness_max"] == 0 and record["act_evaluate_difference"] < 1e-3 for record in updates)
+    (books,) = [record for record in records if record["kind"] == "books"]
+    assert books["balance"] == 0 and books["trained"] == 6
+
+
+@pytest.mark.metaworld
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_metaworld_in_its_own_interpreter_is_demonstrated_trained_and_evaluated(tmp_path: Path) -> None:
+    smaller = ("simulators.envs_per_slot=1", "trainer.segments_per_update=2", "trainer.critic_warmup_updates=0")
+    smaller += (
+        "pretrain.episodes=1",
+        "pretrain.steps=20",
+        "evaluation.episodes=1",
+        "environment.options.camera_size=32",
+    )
+    python = f"simulators.python={interpreter('metaworld')}"
+    records = run(tmp_path, CONFIGS / "metaworld.yaml", updates=2, overrides=(*smaller, python))
+    assert [record["update"] for record in records if record["kind"] == "update"] == [1, 2]
+    assert [record["episodes"] for record in records if record["kind"] == "evaluation"] == [1, 1]
+    (books,) = [record for record in records if record["kind"] == "books"]
+    assert books["balance"] == 0 and books["trained"] == 4
 
 
 @pytest.mark.parametrize(

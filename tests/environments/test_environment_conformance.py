@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from simulator_interpreters import config_for
 
 from vla_stream.environments import conformance
 from vla_stream.environments.conformance import Report
@@ -14,6 +15,7 @@ from vla_stream.environments.protocol import Observations, StepResult
 from vla_stream.environments.tabletop import CAMERA, Tabletop
 from vla_stream.errors import InputError
 from vla_stream.plugins import ENVIRONMENTS, load_class, parse_options
+from workers import environment_apart
 
 
 def checked(cls: Any, max_steps: int, **options: Any) -> Report:
@@ -49,6 +51,16 @@ def test_all_our_environments_keep_the_protocol(name: str, max_steps: int, optio
 @pytest.mark.filterwarnings("default")
 def test_maniskill_keeps_the_protocol() -> None:
     assert checked(load_class(ENVIRONMENTS, "maniskill"), 48).problems == {}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("libero", "metaworld")]
+)
+@pytest.mark.timeout(400)
+def test_simulators_with_an_interpreter_of_their_own_keep_the_protocol(name: str) -> None:
+    about = environment_apart.ask(config_for(name), "try")
+    assert about.report.problems == {}
+    assert about.offers == (("expert_actions",) if name == "metaworld" else ())
 
 
 def test_the_emulated_environment_keeps_all_but_what_its_pictures_of_noise_cannot() -> None:
