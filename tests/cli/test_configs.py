@@ -73,12 +73,8 @@ def test_libero_in_its_own_interpreter_trains_a_tiny_pi0_of_this_one_until_versi
 @pytest.mark.timeout(400)
 def test_metaworld_in_its_own_interpreter_is_demonstrated_trained_and_evaluated(tmp_path: Path) -> None:
     smaller = ("simulators.envs_per_slot=1", "trainer.segments_per_update=2", "trainer.critic_warmup_updates=0")
-    smaller += (
-        "pretrain.episodes=1",
-        "pretrain.steps=20",
-        "evaluation.episodes=1",
-        "environment.options.camera_size=32",
-    )
+    smaller += ("pretrain.episodes=1", "pretrain.steps=20", "evaluation.episodes=1", "environment.max_steps=50")
+    smaller += ("environment.options={tasks: [coffee-button-v3], camera_size: 32}",)
     python = f"simulators.python={interpreter('metaworld')}"
     records = run(tmp_path, CONFIGS / "metaworld.yaml", updates=2, overrides=(*smaller, python))
     assert [record["update"] for record in records if record["kind"] == "update"] == [1, 2]

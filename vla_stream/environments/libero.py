@@ -264,6 +264,8 @@ def _make(task: _Task) -> Any:
     """The simulator's own environment, which never ends by itself, resets without loading its model anew, and draws
     only when asked."""
     os.environ.setdefault("MUJOCO_GL", "osmesa")
+    # One row per process: the processes share the cores, a renderer's threads would get in their way.
+    os.environ.setdefault("LP_NUM_THREADS", "1")
     _quieten_robosuite()
     try:
         from libero.libero.envs import OffScreenRenderEnv

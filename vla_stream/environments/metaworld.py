@@ -221,6 +221,8 @@ class _Simulator:
 
     def __init__(self, task: str, options: MetaWorld.Options, max_steps: int) -> None:
         os.environ.setdefault("MUJOCO_GL", "osmesa")  # read when mujoco is imported
+        # One row per process: the processes share the cores, a renderer's threads would get in their way.
+        os.environ.setdefault("LP_NUM_THREADS", "1")
         with _failing_as(f"{task}: cannot be made"):
             import mujoco
             from metaworld.env_dict import ENV_CLS_MAP
