@@ -51,7 +51,7 @@ def test_options_of_simulators_with_an_interpreter_of_their_own_are_known_here_t
 
 @pytest.mark.libero
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_libero_in_its_own_interpreter_trains_a_tiny_pi0_of_this_one_until_version_3_acts(tmp_path: Path) -> None:
     smaller = ("environment.max_steps=20", "policy.chunk=5", "simulators.segment={steps: 2}", "generators.threads=1")
     smaller += ("simulators.envs_per_slot=1", "trainer.segments_per_update=2", "trainer.critic_warmup_updates=0")
@@ -70,7 +70,7 @@ def test_libero_in_its_own_interpreter_trains_a_tiny_pi0_of_this_one_until_versi
 
 @pytest.mark.metaworld
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_metaworld_in_its_own_interpreter_is_demonstrated_trained_and_evaluated(tmp_path: Path) -> None:
     smaller = ("simulators.envs_per_slot=1", "trainer.segments_per_update=2", "trainer.critic_warmup_updates=0")
     smaller += ("pretrain.episodes=1", "pretrain.steps=20", "evaluation.episodes=1", "environment.max_steps=50")

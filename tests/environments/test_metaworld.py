@@ -54,8 +54,8 @@ def play(reward, task):
     return bool(result.success[0]), rewards
 
 five = {task: play("sparse", task) for task in ("reach-v3", "push-v3", "door-open-v3", "hammer-v3", "stick-pull-v3")}
-env = MetaWorld(1, 200, MetaWorld.Options(tasks=["MT10"], image=False))
-sentences = [env.reset(ONE, seeds(n)).instruction[0] for n in range(40)]
+env = MetaWorld(1, 200, MetaWorld.Options(tasks=["reach-v3", "push-v3", "push-v3"], image=False))
+sentences = [env.reset(ONE, seeds(n)).instruction[0] for n in range(12)]
 from metaworld.env_dict import MT10_V3, MT50_V3  # imports mujoco, which asks then how to draw
 
 tell({
@@ -76,4 +76,5 @@ def test_experts_succeed_rewards_are_what_they_say_and_seeds_choose_tasks(tmp_pa
     dense, differenced = told["dense"], told["differenced"]
     assert len(dense) == len(differenced) and all(0 <= reward <= 1 for reward in dense)
     assert sum(differenced) == pytest.approx(dense[-1] - dense[0] + 1, abs=1e-5)
-    assert set(told["sentences"]) == {TASKS[task] for task in SETS["MT10"]}
+    chosen = told["sentences"].count(TASKS["push-v3"])
+    assert 12 - chosen == told["sentences"].count(TASKS["reach-v3"]) < chosen < 12
