@@ -19,8 +19,8 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout, suppress
+from collections.abc import Mapping
+from contextlib import redirect_stdout, suppress
 from functools import cached_property
 from importlib.util import find_spec
 from io import StringIO
@@ -34,6 +34,7 @@ from pydantic import Field
 from vla_stream.config import Section
 from vla_stream.environments.chunks import check_actions
 from vla_stream.environments.late_images import LateImages
+from vla_stream.environments.one_row import failing_as, one_row
 from vla_stream.environments.protocol import Observations, Specification, StepResult
 from vla_stream.errors import EnvironmentFailed, InputError
 
@@ -107,7 +108,7 @@ class Libero:
             if task is not self._task:
                 self.close()
                 self._task, self._env = task, _make(task)
-            with _failing_as(f"{task.name}: reset failed"), redirect_stdout(StringIO()):
+            with failing_as(f"{task.name}: reset failed"), redirect_stdout(StringIO()):
                 self._observations = self._reset(task, random)
             self._steps, self._running = 0, True
         return self._observations
@@ -119,20 +120,20 @@ class Libero:
         or a row that ended."""
         check_actions("libero", actions, active, 1, ACTION_DIMS)
         if not active[0]:
-            return self._result(success=False, truncated=False)
+            return one_row(self._observations, 0.0, success=False, truncated=False)
         if not self._running:
             raise EnvironmentFailed("libero: step of a row that is not running; reset it first")
         action = actions[0].clip(-1, 1)
         if self._options.gripper == "opens":
             action[-1] *= -1
         self._images.expire()
-        with _failing_as(f"{self._task.name}: step failed"):
+        with failing_as(f"{self._task.name}: step failed"):
             raw, _, success, _ = self._env.step(action)
         self._observations = self._observe(raw)
         self._steps += 1
         truncated = self._steps >= self.max_steps and not success
         self._running = not (success or truncated)
-        return self._result(bool(success), truncated)
+        return one_row(self._observations, float(success), success=bool(success), truncated=truncated)
 
     def close(self) -> None:
         """Release the simulator. Idempotent."""
@@ -163,18 +164,9 @@ class Libero:
 
     def _draw(self) -> Mapping[str, np.ndarray]:
         size = self._options.camera_size
-        with _failing_as(f"{self._task.name}: cannot render"):
+        with failing_as(f"{self._task.name}: cannot render"):
             drawn = {name: self._env.sim.render(width=size, height=size, camera_name=name) for name in CAMERAS}
         return {name: np.ascontiguousarray(image[None, ::-1, ::-1]) for name, image in drawn.items()}
-
-    def _result(self, success: bool, truncated: bool) -> StepResult:
-        return StepResult(
-            observations=self._observations,
-            reward=np.array([success], np.float32),
-            terminated=np.array([success]),
-            truncated=np.array([truncated]),
-            success=np.array([success]),
-        )
 
 
 class _Task:
@@ -271,7 +263,7 @@ def _make(task: _Task) -> Any:
         from libero.libero.envs import OffScreenRenderEnv
     except (ImportError, AttributeError) as exc:  # AttributeError: PyOpenGL without the library
         raise EnvironmentFailed(f"libero: {exc}; {REMEDY}") from exc
-    with _failing_as(f"{task.name}: cannot be made"), redirect_stdout(StringIO()):
+    with failing_as(f"{task.name}: cannot be made"), redirect_stdout(StringIO()):
         return OffScreenRenderEnv(
             bddl_file_name=str(task.bddl), use_camera_obs=False, ignore_done=True, hard_reset=False
         )
@@ -289,14 +281,3 @@ def _quieten_robosuite() -> None:
         ours: Any = ModuleType(settings)
         ours.FILE_LOGGING_LEVEL = None
         sys.modules[settings] = ours
-
-
-@contextmanager
-def _failing_as(what: str) -> Iterator[None]:
-    """Whatever a simulator raises becomes an EnvironmentFailed that names the task."""
-    try:
-        yield
-    except (EnvironmentFailed, InputError):
-        raise
-    except Exception as exc:
-        raise EnvironmentFailed(f"{what}: {type(exc).__name__}: {exc}") from exc

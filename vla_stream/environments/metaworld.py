@@ -19,8 +19,8 @@ import difflib
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any, ClassVar, Literal
 
@@ -30,6 +30,7 @@ from pydantic import Field
 from vla_stream.config import Section
 from vla_stream.environments.chunks import check_actions
 from vla_stream.environments.late_images import LateImages
+from vla_stream.environments.one_row import failing_as, one_row
 from vla_stream.environments.protocol import Observations, Specification, StepResult
 from vla_stream.errors import EnvironmentFailed, InputError
 
@@ -172,7 +173,7 @@ class MetaWorld:
         Success ends the episode. Raises EnvironmentFailed on a bad action, or a row that ended."""
         check_actions("metaworld", actions, active, 1, ACTION_DIMS)
         if not active[0]:
-            return self._result(0.0, success=False, truncated=False)
+            return one_row(self._observations, 0.0, success=False, truncated=False)
         if not self._running:
             raise EnvironmentFailed("metaworld: step of a row that is not running; reset it first")
         self._images.expire()
@@ -181,7 +182,8 @@ class MetaWorld:
         self._steps += 1
         truncated = self._steps >= self.max_steps and not success
         self._running = not (success or truncated)
-        return self._result(self._reward(dense / MOST_REWARD, success), success, truncated)
+        reward = self._reward(dense / MOST_REWARD, success)
+        return one_row(self._observations, reward, success=success, truncated=truncated)
 
     def expert_actions(self) -> np.ndarray:
         """Next action f32[1, 4] of Meta-World's own scripted policy for the task; it looks at the present state."""
@@ -206,15 +208,6 @@ class MetaWorld:
         self._images = LateImages(self.specification.cameras, self._simulator.draw)
         return Observations(self._images, state[None], [TASKS[self._simulator.task]])
 
-    def _result(self, reward: float, success: bool, truncated: bool) -> StepResult:
-        return StepResult(
-            observations=self._observations,
-            reward=np.array([reward], np.float32),
-            terminated=np.array([success]),
-            truncated=np.array([truncated]),
-            success=np.array([success]),
-        )
-
 
 class _Simulator:
     """Meta-World's own environment of one task, its renderer, and its scripted policy."""
@@ -223,7 +216,7 @@ class _Simulator:
         os.environ.setdefault("MUJOCO_GL", "osmesa")  # read when mujoco is imported
         # One row per process: the processes share the cores, a renderer's threads would get in their way.
         os.environ.setdefault("LP_NUM_THREADS", "1")
-        with _failing_as(f"{task}: cannot be made"):
+        with failing_as(f"{task}: cannot be made"):
             import mujoco
             from metaworld.env_dict import ENV_CLS_MAP
             from metaworld.policies import ENV_POLICY_MAP
@@ -242,27 +235,27 @@ class _Simulator:
 
     def reset(self, seed: int) -> np.ndarray:
         """The state f64[39]. seed: below 2**31."""
-        with _failing_as(f"{self.task}: reset failed"):
+        with failing_as(f"{self.task}: reset failed"):
             self._env.seed(seed)
             raw: np.ndarray = self._env.reset()[0]
         return raw
 
     def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool]:
         """The state f64[39], the dense reward, and whether the task is done."""
-        with _failing_as(f"{self.task}: step failed"):
+        with failing_as(f"{self.task}: step failed"):
             raw, reward, _, _, told = self._env.step(action)
         return raw, float(reward), bool(told["success"])
 
     def draw(self) -> Mapping[str, np.ndarray]:
         camera = self._options.camera
-        with _failing_as(f"{self.task}: cannot render"):
+        with failing_as(f"{self.task}: cannot render"):
             self._renderer.update_scene(self._env.data, camera=camera)
             drawn = self._renderer.render()
         turned = drawn[::-1, ::-1] if camera in UPSIDE_DOWN else drawn
         return {camera: np.array(turned[None], order="C")}  # a copy: the renderer uses its array again
 
     def expert_action(self, raw: np.ndarray) -> np.ndarray:
-        with _failing_as(f"{self.task}: the scripted policy failed"), warnings.catch_warnings():
+        with failing_as(f"{self.task}: the scripted policy failed"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they ask for more than 1, and say so
             action: np.ndarray = np.asarray(self._expert.get_action(raw), dtype=np.float32).clip(-1, 1)
         return action
@@ -285,14 +278,3 @@ def _expand(tasks: list[str]) -> list[str]:
             raise InputError(f"environment.options.tasks holds {name!r}, no task of Meta-World; {remedy}")
         names += SETS.get(name, (name,))
     return names
-
-
-@contextmanager
-def _failing_as(what: str) -> Iterator[None]:
-    """Whatever a simulator raises becomes an EnvironmentFailed that names the task."""
-    try:
-        yield
-    except (EnvironmentFailed, InputError):
-        raise
-    except Exception as exc:
-        raise EnvironmentFailed(f"{what}: {type(exc).__name__}: {exc}") from exc
