@@ -25,6 +25,9 @@ class Apart(Line):
 
     def expert_actions(self):
         return np.ones((self.rows, 2), dtype=np.float32)
+
+class Bare:
+    Options = Line.Options
 """
 
 

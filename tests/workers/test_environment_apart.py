@@ -96,6 +96,8 @@ def test_what_the_class_there_refuses_is_told_without_making_it(run: Run, python
         environment_apart.ask(config_with(run, python, options={"missing": True}))
     with pytest.raises(InputError, match=r"environment\.options: .*fautl.*fault"):
         environment_apart.ask(config_with(run, python, options={"fautl": ""}))
+    with pytest.raises(InputError, match=r"only_there:Bare: lacks rows_per_process.*environments/protocol\.py"):
+        environment_apart.ask(config_with(run, python, name="only_there:Bare"))
     with pytest.raises(InputError, match="only_there:Aprat: cannot be imported"):
         environment_apart.ask(config_with(run, python, name="only_there:Aprat"))
 
