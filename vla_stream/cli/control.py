@@ -10,6 +10,7 @@ from vla_stream.cli.options import Target, connected, target_options
 from vla_stream.errors import InputError
 
 if TYPE_CHECKING:
+    from vla_stream.broker.connection import Client
     from vla_stream.flow import Desired
 
 MOST_WORKERS = 1000  # of a role on one host
@@ -98,16 +99,22 @@ def scale(target: Target, counts: tuple[str, ...]) -> None:
     click.echo(f"run {target.run}: its launcher is told to have {shown}")
 
 
-def _desire(target: Target, desired: Desired, answer: str) -> None:
+def desire(client: Client, run: str, desired: Desired, by: str) -> None:
+    """Set what the run shall do; `by` is told to its workers. Raises InputError: no such run, or one that ended."""
     from vla_stream.flow import Flow
     from vla_stream.streams.keys import Keys
 
+    flow = Flow(client, Keys(run))
+    state = flow.state()
+    if state is None:
+        raise InputError(f"run {run}: not on this server; see `vla-stream status --run NAME --redis URL`")
+    if state.desired == "stopped" and desired != "stopped":
+        raise InputError(f"run {run}: already stopped; start it again with `vla-stream run … --resume`")
+    flow.set_desired(desired, by=by)
+
+
+def _desire(target: Target, desired: Desired, answer: str) -> None:
+    command = {"running": "resume", "paused": "pause", "draining": "drain", "stopped": "stop"}[desired]
     with connected(target.url) as client:
-        flow = Flow(client, Keys(target.run))
-        state = flow.state()
-        if state is None:
-            raise InputError(f"run {target.run}: not on this server; see `vla-stream status --run NAME --redis URL`")
-        if state.desired == "stopped" and desired != "stopped":
-            raise InputError(f"run {target.run}: already stopped; start it again with `vla-stream run … --resume`")
-        flow.set_desired(desired, by="vla-stream " + {"running": "resume", "paused": "pause"}.get(desired, desired))
+        desire(client, target.run, desired, by=f"vla-stream {command}")
     click.echo(f"run {target.run} {answer}")

@@ -34,14 +34,9 @@ class Target:
     runs_dir: Path
 
 
-def target_options(command: Command) -> Command:
-    """--run, --redis and --runs, passed on as `target`."""
-
-    @functools.wraps(command)
-    def with_target(*args: Any, run_name: str | None, redis_url: str | None, runs_dir: Path, **others: Any) -> Any:
-        return command(*args, target=find_target(run_name, redis_url, runs_dir), **others)
-
-    decorated: Any = with_target
+def run_options(command: Command) -> Command:
+    """--run, --redis and --runs as they were given, as `run_name`, `redis_url` and `runs_dir`."""
+    decorated: Any = command
     for option in (
         click.option(
             "--runs", "runs_dir", type=click.Path(path_type=Path), default=Path("runs"), help="Folder of runs."
@@ -53,6 +48,16 @@ def target_options(command: Command) -> Command:
     return cast(Command, decorated)
 
 
+def target_options(command: Command) -> Command:
+    """The same, passed on as `target`."""
+
+    @functools.wraps(command)
+    def with_target(*args: Any, run_name: str | None, redis_url: str | None, runs_dir: Path, **others: Any) -> Any:
+        return command(*args, target=find_target(run_name, redis_url, runs_dir), **others)
+
+    return cast(Command, run_options(cast(Any, with_target)))
+
+
 def config_options(command: Command) -> Command:
     """CONFIG... and --set, as `configs` and `overrides`."""
     decorated: Any = click.option(
@@ -62,11 +67,10 @@ def config_options(command: Command) -> Command:
     return cast(Command, click.argument("configs", nargs=-1, required=True, metavar="CONFIG...", type=path)(decorated))
 
 
-def find_target(run: str | None, url: str | None, runs_dir: Path) -> Target:
-    """Fill in what was not said, from the environment and from runs/<name>/redis.url. Raises InputError."""
+def find_run(run: str | None, runs_dir: Path) -> str:
+    """The run's name, checked; if none was given, that of the one that is alive here. Raises InputError."""
     from vla_stream.config import RUN_NAME
 
-    url = url or os.environ.get(URL_VARIABLE) or None
     if run is None:
         here = sorted(path.parent.name for path in runs_dir.glob(f"*/{URL_FILE}"))
         if len(here) != 1:
@@ -75,6 +79,13 @@ def find_target(run: str | None, url: str | None, runs_dir: Path) -> Target:
         run = here[0]
     if not re.fullmatch(RUN_NAME.removesuffix("$"), run):
         raise InputError(f"--run: {run!r} is no run's name, expected letters, digits, - and _, at most 64")
+    return run
+
+
+def find_target(run: str | None, url: str | None, runs_dir: Path) -> Target:
+    """Fill in what was not said, from the environment and from runs/<name>/redis.url. Raises InputError."""
+    url = url or os.environ.get(URL_VARIABLE) or None
+    run = find_run(run, runs_dir)
     if url is None:
         file = runs_dir / run / URL_FILE
         try:

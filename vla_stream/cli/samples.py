@@ -43,7 +43,7 @@ class MetricsFile:
         from vla_stream.broker.tail import Tail
 
         self.file, self._tell, self._writable = file, tell, True
-        self._tail = Tail(client, keys.metrics, _last_id(file))
+        self._tail = Tail(client, keys.metrics, last_id(load(file)))
 
     def read(self) -> Iterator[Record]:
         """New records, in order, moved as they are asked for. Raises what UNREACHABLE lists."""
@@ -128,6 +128,7 @@ def load(file: Path) -> list[Record]:
     return records
 
 
-def _last_id(file: Path) -> str:
-    ids = [str(record.get("id", "")) for record in load(file)[-READ_AT_ONCE:]]
+def last_id(records: Sequence[Record]) -> str:
+    """The stream's id of the newest of these that came from it; `0-0` where none did."""
+    ids = [str(record.get("id", "")) for record in records[-READ_AT_ONCE:]]
     return next((found for found in reversed(ids) if ENTRY_ID.fullmatch(found)), "0-0")
