@@ -24,33 +24,36 @@ function colours() {
   return Object.fromEntries(["text", "dim", "line", "blue", "amber", "green"].map((n) => [n, style.getPropertyValue(`--${n}`).trim()]));
 }
 
-function layout(colour, more) {
+function layout(plot, colour, more) {
   const line = { gridcolor: colour.line, zerolinecolor: colour.line, linecolor: colour.line, automargin: true, fixedrange: true };
   return {
-    margin: { l: 44, r: 10, t: 8, b: 34 }, height: 190, showlegend: false, dragmode: false,
+    margin: { l: 44, r: 10, t: 8, b: 34 }, height: 190, width: plot.clientWidth, showlegend: false, dragmode: false,
     paper_bgcolor: "transparent", plot_bgcolor: "transparent",
     font: { color: colour.dim, size: 11, family: "system-ui, sans-serif" },
     ...more, xaxis: { ...line, ...more.xaxis }, yaxis: { ...line, ...more.yaxis },
   };
 }
 
-const OPTIONS = { displayModeBar: false, responsive: true };
+const OPTIONS = { displayModeBar: false };
 
-function chart(parent, key) {
-  let made = parent.querySelector(`[data-chart="${key}"]`);
-  if (!made) {
-    const plot = element("div", { className: "plot" });
+// All places are made before the first is drawn: a chart takes the width that its place then has.
+function makePlaces(parent, keys) {
+  return Object.fromEntries(keys.map((key) => {
+    const caption = element("figcaption"), plot = element("div", { className: "plot" });
     plot.setAttribute("role", "img");
-    made = element("figure", {}, element("figcaption"), plot);
-    made.dataset.chart = key;
-    parent.append(made);
-  }
-  return { caption: made.querySelector("figcaption"), plot: made.querySelector(".plot") };
+    parent.append(element("figure", {}, caption, plot));
+    return [key, { caption, plot }];
+  }));
 }
+
+const places = {
+  ...makePlaces(byId("curves"), CURVES.map(({ title }) => title)),
+  ...makePlaces(byId("histograms"), Object.keys(HISTOGRAMS)),
+};
 
 function drawCurve({ title, series, range }, colour) {
   const names = Object.keys(series).filter((name) => curves.series[name].some((value) => value !== null));
-  const { caption, plot } = chart(byId("curves"), title);
+  const { caption, plot } = places[title];
   const last = names.map((name) => {
     const value = curves.series[name].findLast((found) => found !== null);
     return names.length > 1 ? `${series[name]} ${figure(value)}` : figure(value);
@@ -63,7 +66,7 @@ function drawCurve({ title, series, range }, colour) {
     x, y: curves.series[name], name: series[name], mode: x.length > 1 ? "lines" : "markers", connectgaps: true,
     line: { color: palette[index], width: 2, dash: ["solid", "dot", "dash"][index] }, marker: { color: palette[index] },
   }));
-  Plotly.react(plot, traces, layout(colour, {
+  Plotly.react(plot, traces, layout(plot, colour, {
     showlegend: names.length > 1, legend: { orientation: "h", y: 1.16 }, yaxis: { range, autorange: !range },
     xaxis: { rangemode: "tozero" },
   }), OPTIONS);
@@ -71,12 +74,12 @@ function drawCurve({ title, series, range }, colour) {
 
 function drawHistogram(key, buckets, colour) {
   const { title, unit } = HISTOGRAMS[key];
-  const { caption, plot } = chart(byId("histograms"), key);
+  const { caption, plot } = places[key];
   const counts = Object.values(buckets), total = counts.reduce((sum, count) => sum + count, 0);
   setText(caption, total ? title : `${title}: nothing yet`);
   const shares = counts.map((count) => 100 * count / total);
   plot.setAttribute("aria-label", `${title}: ${Object.keys(buckets).map((bound, i) => `${bound}: ${Math.round(shares[i])} %`).join(", ")}`);
-  Plotly.react(plot, [{ type: "bar", x: Object.keys(buckets), y: total ? shares : [], marker: { color: colour.blue } }], layout(colour, {
+  Plotly.react(plot, [{ type: "bar", x: Object.keys(buckets), y: total ? shares : [], marker: { color: colour.blue } }], layout(plot, colour, {
     xaxis: { type: "category", title: { text: unit, standoff: 4 } }, yaxis: { ticksuffix: " %", rangemode: "tozero" }, bargap: 0.15,
   }), OPTIONS);
 }
@@ -98,6 +101,12 @@ export async function showCharts(snapshot) {
   }
   if (changed || grown) drawAll();
 }
+
+let width = 0;
+new ResizeObserver(() => {
+  if (width !== byId("curves").clientWidth) drawAll();
+  width = byId("curves").clientWidth;
+}).observe(byId("curves"));
 
 axis.addEventListener("change", drawAll);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);

@@ -5,14 +5,14 @@ const SVG = "http://www.w3.org/2000/svg";
 const NODES = {
   simulator: { x: 2, y: 18, title: "simulators" },
   generator: { x: 266, y: 18, title: "generators" },
-  trainer: { x: 134, y: 246, title: "trainer" },
+  trainer: { x: 134, y: 242, title: "trainers" },
 };
-const WIDTH = 132, HEIGHT = 100;
+const WIDTH = 132, HEIGHT = 102;
 const EDGES = {
   "obs-requests": { path: "M134 50 H258", at: [200, 42], lines: [[200, 65]], anchor: "middle" },
   actions: { path: "M266 96 H142", at: [200, 88], lines: [[200, 111]], anchor: "middle" },
-  trajectories: { path: "M56 118 V296 H126", at: [66, 160], lines: [[66, 177], [66, 194]], anchor: "start" },
-  weights: { path: "M266 296 H344 V126", at: [334, 160], lines: [[334, 177], [334, 194]], anchor: "end" },
+  trajectories: { path: "M56 120 V293 H126", at: [66, 160], lines: [[66, 177], [66, 194]], anchor: "start" },
+  weights: { path: "M266 293 H344 V128", at: [334, 160], lines: [[334, 177], [334, 194]], anchor: "end" },
 };
 
 function add(parent, name, attributes, text = "") {
@@ -27,11 +27,12 @@ function drawNode(svg, { x, y, title }) {
   const group = add(svg, "g", { class: "node" });
   add(group, "rect", { class: "box", x, y, width: WIDTH, height: HEIGHT, rx: 11 });
   add(group, "text", { class: "title", x: x + 11, y: y + 22 }, title);
-  const lines = [42, 60].map((down) => add(group, "text", { x: x + 11, y: y + down }));
-  add(group, "rect", { class: "track", x: x + 11, y: y + 70, width: WIDTH - 22, height: 6, rx: 3 });
-  const bar = add(group, "rect", { class: "busy", x: x + 11, y: y + 70, width: 0, height: 6, rx: 3 });
-  const words = add(group, "text", { class: "dim", x: x + 11, y: y + 91 });
-  return { lines, bar, words };
+  const count = add(group, "text", { class: "title", x: x + WIDTH - 11, y: y + 22, "text-anchor": "end" });
+  const rate = add(group, "text", { class: "value", x: x + 11, y: y + 42 });
+  add(group, "rect", { class: "track", x: x + 11, y: y + 52, width: WIDTH - 22, height: 6, rx: 3 });
+  const bar = add(group, "rect", { class: "busy", x: x + 11, y: y + 52, width: 0, height: 6, rx: 3 });
+  const shares = [75, 92].map((down) => add(group, "text", { class: "dim", x: x + 11, y: y + down }));
+  return { count, rate, bar, shares };
 }
 
 function drawEdge(svg, name, { path, at, lines, anchor }) {
@@ -52,12 +53,13 @@ export function drawLoop(place) {
   const edges = Object.fromEntries(Object.entries(EDGES).map(([name, edge]) => [name, drawEdge(svg, name, edge)]));
   const nodes = Object.fromEntries(Object.entries(NODES).map(([role, node]) => [role, drawNode(svg, node)]));
 
-  // nodes: {role: {lines: [text, text], busy: 0…1 or null, words}}, edges: {name: {lines: [text…], flowing}}
+  // nodes: {role: {count, rate, busy: 0…1 or null, shares: [text, text]}}, edges: {name: {lines: [text…], flowing}}
   return function show(seen) {
-    for (const [role, { lines, busy, words }] of Object.entries(seen.nodes)) {
-      lines.forEach((text, index) => { nodes[role].lines[index].textContent = text; });
+    for (const [role, { count, rate, busy, shares }] of Object.entries(seen.nodes)) {
+      nodes[role].count.textContent = count;
+      nodes[role].rate.textContent = rate;
       nodes[role].bar.setAttribute("width", (busy ?? 0) * (WIDTH - 22));
-      nodes[role].words.textContent = words;
+      shares.forEach((text, index) => { nodes[role].shares[index].textContent = text; });
     }
     for (const [name, { lines, flowing }] of Object.entries(seen.edges)) {
       const shown = edges[name].lines.length === 1 ? [lines.filter(Boolean).join(" · ")] : lines;

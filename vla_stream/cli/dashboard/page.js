@@ -48,10 +48,10 @@ function showFigures(figures) {
   });
 }
 
-function node(snapshot, role, what) {
+function node(snapshot, role, rate) {
   const shares = snapshot.shares[role];
-  const words = shares ? `work ${percent(shares.work)}, wait ${percent(shares.input)}` : "";
-  return { lines: [`${snapshot.alive[role] ?? 0} alive`, what], busy: shares?.work ?? null, words };
+  const words = shares ? [`works ${percent(shares.work)}`, `waits ${percent(shares.input + shares.output)}`] : ["", ""];
+  return { count: `${snapshot.alive[role] ?? 0}`, rate, busy: shares?.work ?? null, shares: words };
 }
 
 function showPipeline(snapshot) {

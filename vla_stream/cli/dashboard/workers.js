@@ -10,13 +10,13 @@ const COLUMNS = [
   { name: "waits", number: true, text: (worker) => percent(worker.shares?.input) },
   { name: "held back", number: true, extra: true, text: (worker) => percent(worker.shares?.output) },
   { name: "rate", number: true, extra: true, text: (worker) => (worker.rate === null ? "" : `${figure(worker.rate)} ${worker.unit}`) },
-  { name: "weights", number: true, text: (worker) => (worker.role === "simulator" ? "" : String(worker.version)) },
+  { name: "weights", number: true, extra: true, text: (worker) => (worker.role === "simulator" ? "" : String(worker.version)) },
   { name: "cores", number: true, extra: true, text: (worker) => figure(worker.cpu) },
   { name: "MB", number: true, extra: true, text: (worker) => figure(worker.memory_mb) },
   { name: "host", extra: true, text: (worker) => worker.host },
   { name: "device", extra: true, text: (worker) => worker.device },
   { name: "pid", number: true, extra: true, text: (worker) => String(worker.pid) },
-  { name: "alive", number: true, text: (worker) => duration(worker.alive_s) },
+  { name: "alive", number: true, extra: true, text: (worker) => duration(worker.alive_s) },
 ];
 const table = byId("workers"), body = table.tBodies[0], filter = byId("filter"), count = byId("worker-count");
 const rows = new Map();
