@@ -28,6 +28,7 @@ READ_AT_ONCE = 20
 READS = 25  # in one `follow`: a busy run has thousands of requests a second
 LOOK_AROUND_S = 0.2  # for slots, while nobody has chosen one
 MOST_SLOTS = 1000
+MOST_FIRST = 16  # pictures that nobody has asked for
 MOST_ROWS, MOST_CAMERAS = 8, 4
 LARGEST_SIDE = 256  # pixels
 
@@ -59,8 +60,10 @@ class Cameras:
                     newest[name] = entry
             if len(self.slots) < MOST_SLOTS:
                 self.slots |= newest.keys()
-            for name in missing & newest.keys():
-                if self._take(name, newest[name]):
+            for name, entry in newest.items():
+                # A first one of others too: whoever chooses them, also in a paused run, sees something at once.
+                first = name not in self.pictures and len(self.pictures) < MOST_FIRST
+                if (name in missing or first) and self._take(name, entry):
                     missing.discard(name)
             if not missing and newest:
                 return

@@ -75,11 +75,12 @@ function drawCurve({ title, series, range }, colour) {
 function drawHistogram(key, buckets, colour) {
   const { title, unit } = HISTOGRAMS[key];
   const { caption, plot } = places[key];
-  const counts = Object.values(buckets), total = counts.reduce((sum, count) => sum + count, 0);
+  const bounds = buckets.map(([bound]) => bound.replace("inf", "more")), counts = buckets.map(([, count]) => count);
+  const total = counts.reduce((sum, count) => sum + count, 0);
   setText(caption, total ? title : `${title}: nothing yet`);
   const shares = counts.map((count) => 100 * count / total);
-  plot.setAttribute("aria-label", `${title}: ${Object.keys(buckets).map((bound, i) => `${bound}: ${Math.round(shares[i])} %`).join(", ")}`);
-  Plotly.react(plot, [{ type: "bar", x: Object.keys(buckets), y: total ? shares : [], marker: { color: colour.blue } }], layout(plot, colour, {
+  plot.setAttribute("aria-label", `${title}: ${bounds.map((bound, i) => `${bound}: ${Math.round(shares[i])} %`).join(", ")}`);
+  Plotly.react(plot, [{ type: "bar", x: bounds, y: total ? shares : [], marker: { color: colour.blue } }], layout(plot, colour, {
     xaxis: { type: "category", title: { text: unit, standoff: 4 } }, yaxis: { ticksuffix: " %", rangemode: "tozero" }, bargap: 0.15,
   }), OPTIONS);
 }
@@ -88,7 +89,7 @@ function drawAll() {
   if (typeof Plotly === "undefined") return;
   const colour = colours();
   if (curves) CURVES.forEach((curve) => drawCurve(curve, colour));
-  if (histograms) Object.keys(HISTOGRAMS).forEach((key) => drawHistogram(key, histograms[key] ?? {}, colour));
+  if (histograms) Object.keys(HISTOGRAMS).forEach((key) => drawHistogram(key, histograms[key] ?? [], colour));
 }
 
 export async function showCharts(snapshot) {

@@ -20,16 +20,18 @@ from vla_stream.cli.samples import Record, number
 from vla_stream.cli.status import look
 from vla_stream.cli.top import RATES
 from vla_stream.flow import Flow
+from vla_stream.metrics import AGE_BOUNDS_MS, FILL_BOUNDS
 from vla_stream.streams.keys import Keys
 from vla_stream.streams.notices import one_line
 
 if TYPE_CHECKING:
     from vla_stream.broker.connection import Client
     from vla_stream.broker.queue import Entry
+    from vla_stream.cli.pulse import Pulse
 
 EVENTS_SHOWN = 60
-HISTOGRAMS = ("staleness", "fill", "age_ms")
 MOST_WORKERS = 1000
+MOST_BARS = 30
 MOST_POINTS = 500  # of one curve
 SERIES = ("success", "return", "policy_loss", "value_loss", "imitation_loss", "kl_behaviour", "entropy", "staleness")
 
@@ -44,6 +46,7 @@ class Watch:
         self._progress = Progress(found["updates"])
         self._updates: list[Record] = []
         self._newest: dict[str, Record] = {}  # by worker
+        self._curves: tuple[int, dict[str, Any]] | None = None  # made of so many records
         file = target.runs_dir / target.run / samples.METRICS_FILE
         self._metrics = Tail(client, keys.metrics, self._read_file(file))
         events = newest_entries(client, keys.events, EVENTS_SHOWN)
@@ -59,6 +62,7 @@ class Watch:
         self._progress.target_updates = found["updates"]
         self._progress.workers = dict(Counter(worker["role"] for worker in workers))
         self._follow_metrics()
+        self._progress.pulse.advance(pulse.now_s)
         self._events.extend(map(event, self._news.read(samples.READ_AT_ONCE)))
         there = {worker["id"] for worker in workers}
         self.cameras.forget_others(there)
@@ -81,7 +85,7 @@ class Watch:
                 "updates": pulse.updates_per_s(),
             },
             "fill": pulse.mean("generator", "fill", "batches"),
-            "histograms": {name: pulse.histogram(name) for name in HISTOGRAMS},
+            "histograms": histograms(pulse),
             "events": list(reversed(self._events)),
             "curve_points": len(self._updates),
         }
@@ -104,6 +108,8 @@ class Watch:
     def curves(self) -> dict[str, Any]:
         """`x`: updates and trained environment steps; `series`: a list per metric, null where it is missing. Thinned
         out to 500 points."""
+        if self._curves is not None and self._curves[0] == len(self._updates):
+            return self._curves[1]
         curve = trace(self._updates)
         stride = -(-len(curve.updates) // MOST_POINTS) or 1
         # Counted from the end: the newest point is always there.
@@ -112,7 +118,9 @@ class Watch:
             "updates": [number(curve.updates[at], "update") for at in chosen],
             "env_steps": [curve.env_steps[at] for at in chosen],
         }
-        return {"x": x, "series": {name: [number(curve.updates[at], name) for at in chosen] for name in SERIES}}
+        series = {name: [number(curve.updates[at], name) for at in chosen] for name in SERIES}
+        self._curves = (len(self._updates), {"x": x, "series": series})
+        return self._curves[1]
 
     def seen_by_cameras(self) -> dict[str, Any]:
         seen = self.cameras
@@ -135,6 +143,23 @@ class Watch:
         self._progress.add(records)
         self._newest |= {str(record.get("worker")): record for record in records if record.get("kind") == "second"}
         self._updates += [record for record in records if record.get("kind") in ("update", "start")]
+
+
+def histograms(pulse: Pulse) -> dict[str, list[tuple[str, float]]]:
+    """(upper bound, observations) in order, with the empty ones between; the last is `inf` where some are above all."""
+    staleness = pulse.histogram("staleness")
+    highest = max((int(bound) for bound in staleness if bound.isdecimal()), default=-1)
+    bounds = {
+        "staleness": [str(versions) for versions in range(min(highest + 1, MOST_BARS))],
+        "fill": [f"{bound:g}" for bound in FILL_BOUNDS],
+        "age_ms": [f"{bound:g}" for bound in AGE_BOUNDS_MS],
+    }
+    shown = {}
+    for name, known in bounds.items():
+        found = pulse.histogram(name)
+        above = sum(number for bound, number in found.items() if bound not in known)
+        shown[name] = [(bound, found.get(bound, 0)) for bound in known] + ([("inf", above)] if above else [])
+    return shown
 
 
 def event(entry: Entry) -> dict[str, Any]:
