@@ -33,7 +33,7 @@ from vla_stream.cli.dashboard import poller as poller_module
 from vla_stream.cli.dashboard.access import Access
 from vla_stream.cli.dashboard.cameras import Cameras
 from vla_stream.cli.dashboard.poller import Poller
-from vla_stream.cli.dashboard.server import PARTS, make_app
+from vla_stream.cli.dashboard.server import PAGE, PARTS, make_app
 from vla_stream.cli.dashboard.watch import MOST_POINTS, Watch
 from vla_stream.cli.main import call
 from vla_stream.cli.options import Target
@@ -138,12 +138,12 @@ def test_on_loopback_the_page_and_all_its_parts_come_from_here_without_a_token(p
 
 
 def test_every_file_of_the_page_is_part_of_the_package() -> None:
-    folder = Path(str(files("vla_stream.cli.dashboard")))
-    assert {path.name for path in folder.iterdir() if path.suffix in (".js", ".css")} == set(PARTS)
+    folder = Path(str(files("vla_stream.cli.dashboard"))) / "page"
+    assert {path.name for path in folder.iterdir()} == {*PARTS, PAGE}
 
 
 def test_the_page_never_makes_html_of_data() -> None:
-    folder = Path(str(files("vla_stream.cli.dashboard")))
+    folder = Path(str(files("vla_stream.cli.dashboard"))) / "page"
     scripts = "".join(path.read_text() for path in folder.glob("*.js"))
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", scripts)
 
@@ -407,7 +407,7 @@ def test_many_browsers_look_at_redis_as_often_as_one_and_nobody_never(
     began_s = time.monotonic()
 
     def look() -> None:
-        while time.monotonic() < began_s + 1.0:
+        while poller.looks < 3 and time.monotonic() < began_s + 20:
             assert web.get("/snapshot").status_code == 200
 
     browsers = [threading.Thread(target=look) for _ in range(8)]
@@ -415,7 +415,7 @@ def test_many_browsers_look_at_redis_as_often_as_one_and_nobody_never(
         thread.start()
     for thread in browsers:
         thread.join()
-    assert 2 <= poller.looks <= (time.monotonic() - began_s) / 0.2 + 2
+    assert 3 <= poller.looks <= (time.monotonic() - began_s) / 0.2 + 2
 
     def connections() -> int:
         return sum(item["name"] == "vla-stream-dashboard" for item in client.client_list())
@@ -424,7 +424,7 @@ def test_many_browsers_look_at_redis_as_often_as_one_and_nobody_never(
     looks = poller.looks
     time.sleep(0.5)
     assert poller.looks == looks
-    assert web.get("/snapshot").json()["snapshot"]["run"] == keys.run and poller.looks > looks
+    wait_for(lambda: web.get("/snapshot").json()["snapshot"]["run"] == keys.run and poller.looks > looks, "a new look")
 
 
 def test_a_run_that_is_not_there_is_said_and_comes_by_itself(client: Client, run_name: str, poller: Poller) -> None:

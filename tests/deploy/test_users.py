@@ -12,14 +12,23 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from own_server import DEPLOY, PASSWORD, USERS, debian_server, deployed_options, tls_server, url_of
 
 from vla_stream import config as configs
 from vla_stream.broker.connection import UNREACHABLE, Client, ResponseError, connect
+from vla_stream.broker.lanes import RedisLane
 from vla_stream.broker.server import find_binary
+from vla_stream.cli.control import desire
+from vla_stream.cli.dashboard.watch import Watch
+from vla_stream.cli.options import Target, connected
+from vla_stream.environments.protocol import Observations
+from vla_stream.errors import InputError
 from vla_stream.flow import Flow
 from vla_stream.streams.keys import Keys
+from vla_stream.streams.obs_requests import ObsRequest, RequestId
+from vla_stream.streams.observations import pack_observations
 
 REFUSED = (ResponseError, *UNREACHABLE)  # an AuthenticationError counts among the latter
 ROLES = tuple(user for user in USERS if user != "admin")
@@ -168,6 +177,26 @@ def test_f33_the_launcher_runs_all_roles_and_clears_up_under_its_own_user(cluste
     assert code == 0, shown
     assert refusals(admin) == []
     assert list(admin.scan_iter(match=Keys(cluster.run).everything_pattern)) == []
+
+
+def test_f33_a_viewer_sees_all_of_the_dashboard_and_its_buttons_say_what_he_lacks(
+    cluster: Cluster, port: int, admin: Client
+) -> None:
+    keys, url = Keys(cluster.run), url_of("viewer", port)
+    assert Flow(admin, keys).create(config_of(cluster))
+    admin.hset(keys.worker("simulator-0"), mapping={"role": "simulator", "host": "node7", "pid": 1})
+    seen = Observations({"front": np.zeros((1, 8, 8, 3), np.uint8)}, np.zeros((1, 3), np.float32), ["go"])
+    reference = RedisLane(admin, keys.blob, 60).write("1.1-9f2c11ab", 0, pack_observations(seen))
+    request = ObsRequest(RequestId("simulator-0", "9f2c11ab", 0, 0, 1, 1, 0), 1, 0, "sample", None, reference)
+    with connected(url, block_s=1.0) as client:
+        watch = Watch(client, Target(cluster.run, url, cluster.folder))
+        assert watch.look()["alive"] == {"simulator": 1}
+        admin.xadd(keys.obs_requests, request.to_fields())  # type: ignore[arg-type]
+        watch.cameras.follow(["simulator-0/0.0"], 1.0)
+        assert list(watch.cameras.pictures) == ["simulator-0/0.0"], watch.cameras.problem
+    assert refusals(admin) == []
+    with pytest.raises(InputError, match="permission"), connected(url) as client:
+        desire(client, cluster.run, "paused", by="vla-stream dashboard")
 
 
 FORBIDDEN_TO_ALL = (

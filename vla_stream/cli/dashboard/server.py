@@ -38,7 +38,7 @@ NO_TOKEN = "{} the token: open the address that `vla-stream dashboard` printed"
 
 def make_app(access: Access, poller: Poller, find: Callable[[], Target]) -> Starlette:
     """The application. poller: started by the caller; find: where the run is, for the buttons."""
-    folder = Path(str(files("vla_stream.cli.dashboard")))
+    folder = Path(str(files("vla_stream.cli.dashboard"))) / "page"
     plotly = Path(str(files("plotly"))) / "package_data" / "plotly.min.js"
 
     def page(request: Request) -> Response:
