@@ -25,6 +25,11 @@ from workers.lifeline import die_with_parent
 REFUSED = "refused"
 
 
+def look(parts: Mapping[str, Environment]) -> dict[str, Any]:
+    """What can be known without making the environment of each task, which are of one class. Raises InputError."""
+    for task, environment in parts.items():
+        where = "environment.options" + (f" with environment.tasks.{task}" if task else "")
+        cls, _ = plugins.checked_environment(environment, where)
         for name in ("rows_per_process", "whole_batch"):
             if not hasattr(cls, name):
                 raise InputError(
