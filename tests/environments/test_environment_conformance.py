@@ -59,7 +59,7 @@ def test_maniskill_keeps_the_protocol() -> None:
 @pytest.mark.timeout(400)
 def test_simulators_with_an_interpreter_of_their_own_keep_the_protocol(name: str) -> None:
     about = environment_apart.ask(config_for(name), "try")
-    assert about.report.problems == {}
+    assert about.reports[""].problems == {}
     assert about.offers == (("expert_actions",) if name == "metaworld" else ())
 
 

@@ -105,7 +105,9 @@ def test_what_the_class_there_refuses_is_told_without_making_it(run: Run, python
 def test_the_conformance_suite_runs_there(run: Run, python: Path) -> None:
     about = environment_apart.ask(config_with(run, python), "try")
     assert about.reports[""].problems == {} and about.offers == ("expert_actions",)
-    report = environment_apart.ask(config_with(run, python, options={"fault": "shape", "fault_seed": 1}), "try").reports[""]
+    report = environment_apart.ask(
+        config_with(run, python, options={"fault": "shape", "fault_seed": 1}), "try"
+    ).reports[""]
     assert "state is float32[3, 2]" in report.problems["shapes"]
 
 
