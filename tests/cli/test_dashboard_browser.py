@@ -206,6 +206,7 @@ def test_the_numbers_of_every_edge_and_the_cameras_image_change_while_the_run_li
 def test_buttons_work_by_keyboard_and_only_with_the_token(live: str, open_page: Callable[..., Any]) -> None:
     page = open_page(live.partition("?")[0])
     assert all(page.is_disabled(f"[data-press={name}]") for name in ("pause", "resume", "drain"))
+    assert "need the token" in page.text_content("#answer")
     page = open_page(live.partition("?")[0] + "?token=wrong")
     page.click("[data-press=pause]")
     page.wait_for_selector("#answer:has-text('buttons need the token')")

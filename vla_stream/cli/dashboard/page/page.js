@@ -106,7 +106,6 @@ function showButtons(there) {
   const possible = { pause: desired === "running", resume: desired === "paused", drain: desired === "running" || desired === "paused" };
   for (const button of document.querySelectorAll("[data-press]")) {
     button.disabled = !token || !there || !possible[button.dataset.press];
-    if (!token) button.title = "Needs the token: open the address that vla-stream dashboard printed";
   }
 }
 
@@ -152,6 +151,7 @@ const seen = () => new Promise((go) => {
 });
 
 showButtons(false);
+if (!token) answer("You may look. The buttons need the token: open the address that vla-stream dashboard printed.");
 for (;;) {
   await seen();
   const began = performance.now();
