@@ -257,6 +257,11 @@ class Config(Section):
     seed: int = Field(default=0, ge=0, le=MAX_SEED, description="Seed of resets, sampling noise and minibatch order.")
     updates: Count = Field(default=100, ge=1, description="Updates after which the run is done.")
     runs_dir: PlainPath = Field(default=Path("runs"), description="Folder that holds runs/<name>/.")
+    trace: bool = Field(
+        default=False,
+        description="Keep all that workers do, moment by moment, in runs/<name>/trace.jsonl for `vla-stream trace`: "
+        "some KB per second and worker.",
+    )
     environment: Environment
     policy: Policy
     simulators: Simulators = Simulators()

@@ -65,7 +65,8 @@ class Permit:
 class FlowState:
     """The `flow` hash. update: commits of this lineage; version: of the newest weights; generation: one server life;
     lane: what people want; remote_reader: a worker for which `auto` must not mean /dev/shm, or empty; scale: workers of
-    a role that the launcher shall have, where people said so."""
+    a role that the launcher shall have, where people said so;
+    trace_until_ms: till when workers send their spans, by the server's clock."""
 
     desired: Desired
     update: int
@@ -78,6 +79,7 @@ class FlowState:
     lane: LaneName
     remote_reader: str
     scale: Mapping[str, int]
+    trace_until_ms: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +196,7 @@ class Flow:
             for role in SCALABLE
             if f"scale.{role}" in raw
         }
+        trace_until_ms = self._milliseconds(raw, "trace_until_ms")
         return FlowState(
             desired=desired,
             generation=generation,
@@ -201,8 +204,12 @@ class Flow:
             lane=lane,
             remote_reader=reader,
             scale=scale,
+            trace_until_ms=trace_until_ms,
             **numbers,
         )
+
+    def _milliseconds(self, raw: Mapping[str, str], name: str) -> int:
+        return _number(self.keys.flow, name, raw.get(name, "0"), high=10 * MAX_NUMBER)
 
     def _garbled(self, field: str, text: str, expected: str) -> Garbled:
         return _garbled(self.keys.flow, field, text, expected)
@@ -237,6 +244,14 @@ class Flow:
         arguments = [role, count, by, CONTROL_KEPT]
         if self._call(scripts.SET_SCALE, [self.keys.flow, self.keys.control], arguments) != 1:
             raise self._no_such_run()
+
+    def ask_for_trace(self, seconds: float) -> int:
+        """Have all workers send what they do, from their last look at `flow` on and for so long; returns the server's
+        time now, in ms. Raises NoSuchRun."""
+        answer = self._call(scripts.SET_TRACE, [self.keys.flow], [int(1000 * seconds)])
+        if answer is None:
+            raise self._no_such_run()
+        return int(answer[0])
 
     def add_remote_reader(self, worker_id: str) -> bool:
         """From now on `auto` means no /dev/shm, since this worker does not see it; False when another one said so."""
@@ -451,7 +466,7 @@ class Flow:
                 raise self._garbled("desired", "", f"one of {', '.join(DESIRED)}")
             for name in (*STATE_NUMBERS, *ADMISSION_NUMBERS) if raw else ():
                 _number(self.keys.flow, name, raw.get(name, ""))
-            _number(self.keys.flow, "hold_until_ms", raw.get("hold_until_ms", "0"), high=10 * MAX_NUMBER)
+            self._milliseconds(raw, "hold_until_ms")
             if "specification" in raw:
                 self._parse_specification(raw["specification"])
             self._counters(counters)

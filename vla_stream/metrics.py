@@ -9,17 +9,34 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 Sample = dict[str, float]
 
 FILL_BOUNDS = tuple(round(0.1 * i, 1) for i in range(1, 11))  # of a batch: rows ÷ max_batch_size
+SPANS_KEPT = 5000  # since the last look, which is a second ago, or a long step
+SHORTEST_SPAN_S = 5e-5  # shorter ones would fill a trace and not be seen in it
 AGE_BOUNDS_MS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0)
 
 
+class Span(NamedTuple):
+    """What a thread, or an environment batch, did for a while. Times are of this process's monotonic clock.
+
+    parts: what the time counts as, stage by stage, in shares of it; empty: as `stage`, all of it.
+    """
+
+    track: str
+    stage: str
+    start_s: float
+    end_s: float
+    parts: Mapping[str, float] = {}
+
+
 class Meter:
-    """Counters (summed per sample), means (averaged per sample), highest and last values, and busy shares."""
+    """Counters (summed per sample), means (averaged per sample), highest and last values, busy shares, and spans."""
 
     def __init__(self) -> None:
         # Threads of one worker count concurrently.
@@ -30,6 +47,8 @@ class Meter:
         self._highest: dict[str, float] = {}
         self._gauges: dict[str, float] = {}
         self._busy_s: dict[str, float] = {}
+        self._spans: deque[Span] = deque(maxlen=SPANS_KEPT)
+        self._noted = 0
 
     def count(self, name: str, amount: float = 1) -> None:
         """Add to a counter; the sample holds the amount since the last sample."""
@@ -65,12 +84,29 @@ class Meter:
 
     @contextlib.contextmanager
     def busy(self, stage: str) -> Iterator[None]:
-        """The body's time, as by `spend`."""
-        start = time.monotonic()
+        """The body's time, as by `spend`, and as a span of this thread."""
+        start_s = time.monotonic()
         try:
             yield
         finally:
-            self.spend(stage, time.monotonic() - start)
+            end_s = time.monotonic()
+            self.spend(stage, end_s - start_s)
+            self.note(Span(threading.current_thread().name, stage, start_s, end_s))
+
+    def note(self, span: Span) -> None:
+        """Keep a span until the next `spans()`."""
+        if span.end_s - span.start_s >= SHORTEST_SPAN_S:
+            with self._lock:
+                self._spans.append(span)
+                self._noted += 1
+
+    def spans(self) -> tuple[list[Span], int]:
+        """The newest since the last call, and how many older ones there was no room for."""
+        with self._lock:
+            found, noted = list(self._spans), self._noted
+            self._spans.clear()
+            self._noted = 0
+        return found, noted - len(found)
 
     def sample(self) -> Sample:
         """Everything since the last sample; `seconds` is the time it covers."""

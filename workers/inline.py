@@ -23,6 +23,7 @@ def run(config: Config, url: str, tell: Callable[[str], None] = print) -> None:
     def worker(role: str) -> Worker:
         made = Worker(role, f"{role}-0", secrets.token_hex(8), config.name, url)
         made.claim()
+        made.traced = config.trace
         return made
 
     made = worker("simulator")

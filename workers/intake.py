@@ -91,6 +91,10 @@ class Intake:
 
     def _take_all(self, entries: Sequence[Entry], others: Collection[str]) -> int:
         """Returns how many of them cannot be used."""
+        with self.meter.busy("read"):
+            return self._take_each(entries, others)
+
+    def _take_each(self, entries: Sequence[Entry], others: Collection[str]) -> int:
         damaged: list[tuple[Entry, str]] = []
         arrived: list[tuple[Entry, Trajectory]] = []
         ours = {held.entry.id for held in self.held.values()}.union(others)

@@ -124,7 +124,8 @@ class Collector:
         works = self.batcher.take(self.clock.now_ms())
         if not works:
             return None
-        batch = collate(works, self.config, self._tray)
+        with self.worker.meter.busy("collate"):
+            batch = collate(works, self.config, self._tray)
         self._tray = self._tray.another()
         meter = self.worker.meter
         meter.count("batches")
@@ -145,12 +146,13 @@ class Collector:
 
         Returns how many of them nobody waits for: those that do not even say who asked."""
         damaged: list[tuple[Entry, str]] = []
-        for entry in entries:
-            if entry.id not in self.owned:
-                try:
-                    self._add(entry, ObsRequest.from_fields(entry.fields))
-                except BadMessage as exc:
-                    damaged.append((entry, str(exc)))
+        with self.worker.meter.busy("read"):
+            for entry in entries:
+                if entry.id not in self.owned:
+                    try:
+                        self._add(entry, ObsRequest.from_fields(entry.fields))
+                    except BadMessage as exc:
+                        damaged.append((entry, str(exc)))
         self.worker.bury(self.queue.stream, damaged)
         self.queue.done([entry.id for entry, _ in damaged])
         return len(damaged)
@@ -218,10 +220,11 @@ class Answerer:
         """One round trip. Replies to a simulator that is gone are not added (NOMKSTREAM), their requests are done."""
         if not answers:
             return
-        try:
-            self._send_at_once(answers)
-        except OUT_OF_MEMORY:
-            self._send_although_full(answers)
+        with self.worker.meter.busy("answer"):
+            try:
+                self._send_at_once(answers)
+            except OUT_OF_MEMORY:
+                self._send_although_full(answers)
         self.worker.progress += len(answers)
 
     def _send_at_once(self, answers: Answers) -> None:

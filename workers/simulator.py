@@ -22,6 +22,7 @@ from vla_stream.config import Config
 from vla_stream.environments.protocol import Observations
 from vla_stream.errors import BadMessage, EnvironmentFailed, Expired, PayloadUnreachable
 from vla_stream.flow import NO_TURN, Permit
+from vla_stream.metrics import Meter, Span
 from vla_stream.streams.actions import ActionReply
 from vla_stream.streams.obs_requests import ObsRequest
 from vla_stream.tasks import Turns
@@ -42,14 +43,42 @@ SPENT |= {State.IDLE: "held", State.FINISHED: "held"}
 class _Batch:
     """One environment batch: its host, its slots, and the tickets of its task."""
 
-    def __init__(self, host: Host, slots: list[Slot], turns: Turns) -> None:
-        self.host, self.slots, self.turns = host, slots, turns
+    def __init__(self, number: int, host: Host, slots: list[Slot], turns: Turns) -> None:
+        self.number, self.host, self.slots, self.turns = number, host, slots, turns
         self.resetting: list[Slot] = []
         self.reset_mask = np.zeros(host.rows, dtype=bool)
+        self.begun = 0  # resets and chunks
+        self._doing = "", 0
+        self._since_s = 0.0
+        self._spent_s: Counter[str] = Counter()
 
     @property
     def active(self) -> list[Slot]:
         return [slot for slot in self.slots if slot.state is not State.IDLE]
+
+
+    def account(self, began_s: float, now_s: float, meter: Meter) -> Counter[str]:
+        """What it did meanwhile goes into the trace once it does something else; returns slots by what their time
+        counts as."""
+        stages = Counter(SPENT[slot.state] for slot in self.slots)
+        if self.host.busy:
+            doing = "reset" if self.resetting else "step"
+        else:
+            doing = "wait" if self.active else "held"
+        waited_long = not self.host.busy and began_s - self._since_s >= BEAT_S
+        if (doing, self.begun) != self._doing or waited_long:
+            self._close_span(began_s, meter)
+            self._doing, self._since_s = (doing, self.begun), began_s
+        for stage, number in stages.items():
+            self._spent_s[stage] += number * (now_s - began_s)
+        return stages
+
+    def _close_span(self, end_s: float, meter: Meter) -> None:
+        if self._spent_s:
+            in_all_s = self._spent_s.total() or 1.0
+            parts = {stage: spent_s / in_all_s for stage, spent_s in self._spent_s.items()}
+            meter.note(Span(f"batch {self.number}", self._doing[0], self._since_s, end_s, parts))
+            self._spent_s.clear()
 
 
 @dataclass(slots=True)
@@ -85,7 +114,7 @@ class Simulator:
                 )
                 for index in range(simulators.slots)
             ]
-            self.batches.append(_Batch(host, slots, tasks.turns_of(config.environment, task)))
+            self.batches.append(_Batch(number, host, slots, tasks.turns_of(config.environment, task)))
         # Decided first, sent at the end of a step: an error of Redis in between loses nothing.
         self._outbox: dict[str, tuple[Slot, ObsRequest]] = {}
         self._to_abort: list[str] = []
@@ -145,11 +174,13 @@ class Simulator:
 
     def _account(self) -> None:
         """Where the time of the slots went since the last step."""
-        now_s = time.monotonic()
-        slots = [slot for batch in self.batches for slot in batch.slots]
-        share_s, self._accounted_s = (now_s - self._accounted_s) / len(slots), now_s
-        for state, number in Counter(slot.state for slot in slots).items():
-            self.meter.spend(SPENT[state], share_s * number)
+        began_s, now_s = self._accounted_s, time.monotonic()
+        self._accounted_s = now_s
+        stages: Counter[str] = Counter()
+        for batch in self.batches:
+            stages += batch.account(began_s, now_s, self.meter)
+        for stage, number in stages.items():
+            self.meter.spend(stage, (now_s - began_s) * number / stages.total())
 
     def patience_s(self) -> float:
         """How long the main loop may wait for replies and environments before the next `step`."""
@@ -219,6 +250,7 @@ class Simulator:
                 self.config.seed, slot.permit.ticket, 0, slot.k, shared=slot.whole_episode
             )
         batch.resetting, batch.reset_mask = due, mask
+        batch.begun += 1
         batch.host.start_reset(mask, values)
 
     def _start_chunk(self, batch: _Batch, ready: list[Slot]) -> None:
@@ -237,6 +269,7 @@ class Simulator:
                 self.config.seed, slot.permit.ticket, slot.step + 1, slot.k, shared=False
             )
             slot.state = State.STEPPING
+        batch.begun += 1
         batch.host.start_chunk(actions, active, reset_rows, values)
 
     def _poll_host(self, batch: _Batch) -> bool:

@@ -260,13 +260,15 @@ class Trainer:
             result = self.learner.finish(self.version)
         self._note_skip(result, chosen)
         self._note_numerics(result)
-        data = to_bytes(self.learner.policy.state_dict())
+        with self.meter.busy("publish"):
+            data = to_bytes(self.learner.policy.state_dict())
         self.version += 1
         self.update += 1
         self._adding_s, self._added = 0.0, {}
         self._remember_what_is_before()
         self._begin_next()
-        self._commit(chosen, data, skipped=result.skipped is not None)
+        with self.meter.busy("publish"):
+            self._commit(chosen, data, skipped=result.skipped is not None)
         trained = sum(int(held.segment.executed.sum()) for held in chosen)
         for held in chosen:
             self.outcomes.add(held.segment.ticket, held.trajectory.episodes)
@@ -386,7 +388,8 @@ class Trainer:
         state = self.learner.state()
         meta = {"run": self.config.name, "trained": self._trained, "skipped": self._skipped}
         try:
-            checkpoint.save(self.folder, self.update, self.version, state.policy, state.optimiser, meta)
+            with self.meter.busy("checkpoint"):
+                checkpoint.save(self.folder, self.update, self.version, state.policy, state.optimiser, meta)
         except OSError as exc:
             # A full disk must not end a run that could go on for hours (F47).
             then = "tried again until it works, and its segments are kept" if self._kept else "the run goes on without"

@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,7 @@ from vla_stream.broker.connection import (
     Backoff,
     Client,
     ResponseError,
+    ServerClock,
     address,
     check_server,
     connect,
@@ -60,6 +62,8 @@ class Worker:
         self.client = self.connect()
         self.flow = Flow(self.client, self.keys)
         self.meter, self._usage = Meter(), Usage()
+        self.traced = False  # all its life, as the config says; else while `flow` says so
+        self._clock, self._looked_ms = ServerClock(self.client), 0.0
         self.desired: Desired = "running"
         self.generation = ""  # of the server's life, as seen last
         self.lane: LaneName = "auto"  # the run's, as seen last
@@ -117,6 +121,18 @@ class Worker:
             self.desired, self.generation = state.desired, state.generation
             self._mind_the_lane(state)
         self.emit("second", self.meter.sample() | self._usage.sample())
+        self._send_spans(state.trace_until_ms if state is not None else 0)
+
+    def _send_spans(self, until_ms: int) -> None:
+        """Those since the last beat: of a beat that took a minute, also what a trace asked for meanwhile."""
+        spans, dropped = self.meter.spans()
+        if not (self.traced or until_ms):
+            return
+        before_ms, self._looked_ms = self._looked_ms, self._clock.now_ms()
+        if spans and (self.traced or before_ms < until_ms):
+            clock_us = 1000.0 * self._looked_ms - 1e6 * time.monotonic()
+            with notices.expendable():
+                notices.trace(self.client, self.keys, self.id, self.role, clock_us, spans, dropped)
 
     def _mind_the_lane(self, state: FlowState) -> None:
         """A reader that does not see the run's /dev/shm has observations sent through Redis (F28)."""
@@ -278,6 +294,7 @@ def run_process(role: str, body: Callable[[Worker, Config], None]) -> None:
             config = worker.flow.config()
             if "VLA_STREAM_RUNS" in os.environ:
                 config = config.model_copy(update={"runs_dir": Path(os.environ["VLA_STREAM_RUNS"])})
+            worker.traced, threading.current_thread().name = config.trace, "main"
             worker.say("started", f"{role} {worker_id} started, pid {os.getpid()}")
             body(worker, config)
             worker.say("ended", f"{role} {worker_id} ended as asked")

@@ -11,7 +11,7 @@ from vla_stream.broker.connection import Client
 from vla_stream.cli import samples
 from vla_stream.cli.display import PlainDisplay
 from vla_stream.cli.launch import Launch
-from vla_stream.cli.samples import MetricsFile, load
+from vla_stream.cli.samples import StreamFile, is_sample, load
 from vla_stream.cli.signals import Signals
 from vla_stream.config import Config, validate
 from vla_stream.environments.protocol import Specification
@@ -226,7 +226,7 @@ def test_metrics_go_on_after_a_file_whose_ids_somebody_damaged(
         whole = file.read_text()
         file.write_bytes(whole.encode() + b'{"id": "garbage"}\n{"id": 7}\n{"id": "99999999999999999999-0"}\n\xff{"id"')
         sample(client, keys, "trainer-0", "trainer", "update", {"update": 3})
-        again = MetricsFile(client, keys, file, print)
+        again = StreamFile(client, keys.metrics, file, print, is_sample)
         assert [record["update"] for record in again.read()] == [3]
     assert [record["update"] for record in load(file) if "update" in record] == [1, 2, 3]
 

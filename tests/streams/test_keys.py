@@ -22,6 +22,7 @@ ALL = {
     "control": DEMO.control,
     "events": DEMO.events,
     "metrics": DEMO.metrics,
+    "trace": DEMO.trace,
     "dead-letters": DEMO.dead_letters,
     "worker:generator-0": DEMO.worker("generator-0"),
     "config": DEMO.config,

@@ -258,6 +258,19 @@ return 1
     frees_memory=True,
 )
 
+SET_TRACE = Script(
+    "set_trace",
+    """
+-- KEYS flow | ARGV ms ; workers send their spans for so long from now. Never shorter than somebody else asked for.
+-- Returns now and when it ends, in ms, or nil when there is no such run.
+if redis.call('EXISTS', KEYS[1]) == 0 then return nil end
+local now = now_ms()
+local ends = math.max(now + ARGV[1], tonumber(redis.call('HGET', KEYS[1], 'trace_until_ms') or '0'))
+redis.call('HSET', KEYS[1], 'trace_until_ms', string.format('%.0f', ends))
+return {now, ends}
+""",
+)
+
 ANNOUNCE = Script(
     "announce",
     """

@@ -30,6 +30,7 @@ STREAMS = (
     "events",
     "dead-letters",
     "metrics",
+    "trace",
     "control",
 )
 WITH_IMAGES = ("obs-requests", "trajectories")
@@ -52,7 +53,7 @@ LABEL_HEIGHT = 14
 )
 def inspect(stream: str, target: Target, follow: bool, count: int, image: Path | None) -> None:
     """Show entries of STREAM: obs-requests, actions:SIMULATOR, trajectories, weights, events, dead-letters, metrics,
-    control. Looking takes nothing from the workers.
+    trace, control. Looking takes nothing from the workers.
     """
     from vla_stream.broker.tail import Tail, newest_entries
     from vla_stream.streams.keys import Keys
@@ -91,6 +92,7 @@ def key_of(keys: Keys, stream: str) -> str:
         "events": keys.events,
         "dead-letters": keys.dead_letters,
         "metrics": keys.metrics,
+        "trace": keys.trace,
         "control": keys.control,
     }
     if stream not in known:

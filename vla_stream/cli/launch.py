@@ -17,8 +17,9 @@ from vla_stream.broker.tail import Tail
 from vla_stream.cli.display import Display
 from vla_stream.cli.finish import newest_update
 from vla_stream.cli.progress import Progress
-from vla_stream.cli.samples import METRICS_FILE, MetricsFile
+from vla_stream.cli.samples import METRICS_FILE, StreamFile, is_sample
 from vla_stream.cli.signals import Signals
+from vla_stream.cli.timeline import TRACE_FILE, is_trace
 from vla_stream.cli.trackers import Trackers
 from vla_stream.config import Config
 from vla_stream.environments.protocol import Specification
@@ -77,7 +78,10 @@ class Launch:
         self.supervisor: Supervisor | None = None
         self._janitor: Janitor | None = None
         self._token = secrets.token_hex(8)
-        self.metrics = MetricsFile(self.client, self.keys, self.run_dir / METRICS_FILE, display.tell)
+        self.metrics = StreamFile(
+            self.client, self.keys.metrics, self.run_dir / METRICS_FILE, display.tell, is_sample
+        )
+        self._trace = StreamFile(self.client, self.keys.trace, self.run_dir / TRACE_FILE, display.tell, is_trace)
         self._trackers = Trackers(display.tell)
         self._told: deque[str] = deque(maxlen=200)
         self._event_times: dict[str, float] = {}
@@ -234,15 +238,18 @@ class Launch:
     def read_metrics(self) -> None:
         """What workers wrote since the last look, also after their end."""
         with contextlib.suppress(*UNREACHABLE):
-            self._take_metrics()
+            self._take_records()
 
-    def _take_metrics(self) -> None:
+    def _take_records(self) -> None:
         self.progress.add(self._trackers.add(self.metrics.read()))
+        if self.config.trace:
+            for _ in self._trace.read():
+                pass
 
     def close_books(self) -> None:
         """The last metrics and events, and what became of every segment, told, and kept in metrics.jsonl."""
         self._silent = self._unreachable
-        self._ask_last(self._take_metrics)
+        self._ask_last(self._take_records)
         self._ask_last(self._show_events)
         self._ask_last(self._write_books)
         if self._silent:
@@ -310,7 +317,7 @@ class Launch:
         self._next_beat_s = now_s + BEAT_S
         self._claim()
         self._specification = self._specification or self.flow.specification()
-        self._take_metrics()
+        self._take_records()
         if state is not None:
             self.progress.update = state.update
         self.progress.queue_depth = int(self.client.xlen(self.keys.obs_requests))

@@ -39,6 +39,7 @@ COMMANDS: Mapping[str, Entry] = {
     "events": Entry("status", "events", "Show what happened in a run, one sentence each."),
     "inspect": Entry("inspect", "inspect", "Show entries of a stream readably, and their camera images."),
     "dashboard": Entry("dashboard.command", "dashboard", "Serve a web page that shows a run live."),
+    "trace": Entry("trace", "trace", "Write what every worker does, moment by moment, for Perfetto."),
     "stop": Entry("control", "stop", "End a run now; segments in flight are given up."),
     "drain": Entry("control", "drain", "End a run after the segments in flight."),
     "pause": Entry("control", "pause", "Start no new segments until `resume`."),

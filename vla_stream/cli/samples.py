@@ -33,24 +33,27 @@ ENTRY_ID = re.compile(r"[0-9]{1,19}-[0-9]{1,19}")  # two numbers below 2^64
 KINDS = ("second", "update")  # of those that workers write
 
 
-class MetricsFile:
-    """Moves new entries of the stream into the file, each once, also over restarts of the launcher.
+class StreamFile:
+    """Moves new entries of a stream into the file, each once, also over restarts of the launcher.
 
     tell: hears, once, that the disk takes no more; a run that could go on for hours does not end with it (F47).
+    ours: whether a worker may have written such a record; others stay in the stream.
     """
 
-    def __init__(self, client: Client, keys: Keys, file: Path, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, client: Client, stream: str, file: Path, tell: Callable[[str], None], ours: Callable[[Record], bool]
+    ) -> None:
         from vla_stream.broker.tail import Tail
 
-        self.file, self._tell, self._writable = file, tell, True
-        self._tail = Tail(client, keys.metrics, last_id(load(file)))
+        self.file, self._tell, self._ours, self._writable = file, tell, ours, True
+        self._tail = Tail(client, stream, last_id(load(file)))
 
     def read(self) -> Iterator[Record]:
         """New records, in order, moved as they are asked for. Raises what UNREACHABLE lists."""
         # Bounded: somebody else may write faster than this reads.
         for _ in range(READS_IN_A_ROW):
             entries = self._tail.read(READ_AT_ONCE)
-            records = [record for record in map(decode, entries) if is_sample(record)]
+            records = [record for record in map(decode, entries) if self._ours(record)]
             self.write(records)
             yield from records
             if len(entries) < READ_AT_ONCE:

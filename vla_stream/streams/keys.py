@@ -102,6 +102,11 @@ class Keys:
         return self._key("metrics")
 
     @property
+    def trace(self) -> str:
+        """Stream, capped: what each worker did when, one entry a second and worker; only while somebody wants it."""
+        return self._key("trace")
+
+    @property
     def dead_letters(self) -> str:
         """Stream, capped: entries that nobody could use, with the reason."""
         return self._key("dead-letters")
@@ -125,7 +130,7 @@ class Keys:
         """Redis's type of each key that a run has once."""
         streams = (self.obs_requests, self.trajectories, self.weights, self.control, self.events, self.metrics)
         return {
-            **dict.fromkeys((*streams, self.dead_letters), "stream"),
+            **dict.fromkeys((*streams, self.trace, self.dead_letters), "stream"),
             **dict.fromkeys((self.permits, self.published, self.kept, self.refunded), "zset"),
             **dict.fromkeys((self.entries, self.books, self.flow), "hash"),
             self.config: "string",

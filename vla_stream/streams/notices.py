@@ -1,8 +1,9 @@
-"""Edge workers → people: `events`, `metrics` and `dead-letters`. All capped, never acknowledged."""
+"""Edge workers → people: `events`, `metrics`, `trace` and `dead-letters`. All capped, never acknowledged."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,11 +11,14 @@ from vla_stream.broker.complaints import not_stored
 from vla_stream.broker.connection import Client, ResponseError
 from vla_stream.broker.queue import Entry
 from vla_stream.broker.scripts import ADD_EVENT, Scripts
+from vla_stream.metrics import Span
+from vla_stream.streams import presence
 from vla_stream.streams.keys import Keys
 
 CONTROL_KEPT = 1000
 EVENTS_KEPT = 5000
 SAMPLES_KEPT = 20_000
+TRACES_KEPT = 1000  # of at most 5,000 spans, or 300 KB, and mostly a hundredth of that
 DEAD_LETTERS_KEPT = 1000
 DEAD_LETTER_BYTES = 4096
 TEXT_KEPT = 2000
@@ -55,9 +59,23 @@ def sample(client: Client, keys: Keys, worker: str, role: str, kind: str, number
     client.xadd(keys.metrics, fields, maxlen=SAMPLES_KEPT, approximate=True)
 
 
+def trace(
+    client: Client, keys: Keys, worker: str, role: str, clock_us: float, spans: Sequence[Span], dropped: int
+) -> None:
+    """What a worker did since its last entry, in microseconds of its own clock: `[[track, stage, start, end], …]`, with
+    the span's `parts` as a fifth where it has some. clock_us: what to add for the server's clock."""
+    fields: dict[Any, Any] = {"worker": worker, "role": role, **presence.process_fields(), "dropped": dropped}
+    shown: list[list[Any]] = []
+    for span in spans:
+        parts = [{name: round(share, 4) for name, share in span.parts.items()}] if span.parts else []
+        shown.append([span.track, span.stage, int(1e6 * span.start_s), int(1e6 * span.end_s), *parts])
+    fields |= {"clock_us": f"{clock_us:.0f}", "spans": json.dumps(shown, separators=(",", ":"))}
+    client.xadd(keys.trace, fields, maxlen=TRACES_KEPT, approximate=True)
+
+
 def trim(client: Client, keys: Keys) -> None:
     """Cut the capped streams down, also where others than our workers fill them."""
-    kept = {keys.control: CONTROL_KEPT, keys.events: EVENTS_KEPT, keys.metrics: SAMPLES_KEPT}
+    kept = {keys.control: CONTROL_KEPT, keys.events: EVENTS_KEPT, keys.metrics: SAMPLES_KEPT, keys.trace: TRACES_KEPT}
     with client.pipeline(transaction=False) as pipe:
         for stream, number in (kept | {keys.dead_letters: DEAD_LETTERS_KEPT}).items():
             pipe.xtrim(stream, maxlen=number, approximate=True)
