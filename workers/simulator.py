@@ -50,32 +50,29 @@ class _Batch:
         self.begun = 0  # resets and chunks
         self._doing = "", 0
         self._since_s = 0.0
-        self._spent_s: Counter[str] = Counter()
+        self._spent_s: dict[str, float] = {}
 
     @property
     def active(self) -> list[Slot]:
         return [slot for slot in self.slots if slot.state is not State.IDLE]
 
-
     def account(self, began_s: float, now_s: float, meter: Meter) -> Counter[str]:
         """What it did meanwhile goes into the trace once it does something else; returns slots by what their time
         counts as."""
         stages = Counter(SPENT[slot.state] for slot in self.slots)
-        if self.host.busy:
-            doing = "reset" if self.resetting else "step"
-        else:
-            doing = "wait" if self.active else "held"
-        waited_long = not self.host.busy and began_s - self._since_s >= BEAT_S
+        busy = self.host.busy
+        doing = ("reset" if self.resetting else "step") if busy else ("wait" if self.active else "held")
+        waited_long = not busy and began_s - self._since_s >= BEAT_S
         if (doing, self.begun) != self._doing or waited_long:
             self._close_span(began_s, meter)
             self._doing, self._since_s = (doing, self.begun), began_s
         for stage, number in stages.items():
-            self._spent_s[stage] += number * (now_s - began_s)
+            self._spent_s[stage] = self._spent_s.get(stage, 0.0) + number * (now_s - began_s)
         return stages
 
     def _close_span(self, end_s: float, meter: Meter) -> None:
         if self._spent_s:
-            in_all_s = self._spent_s.total() or 1.0
+            in_all_s = sum(self._spent_s.values()) or 1.0
             parts = {stage: spent_s / in_all_s for stage, spent_s in self._spent_s.items()}
             meter.note(Span(f"batch {self.number}", self._doing[0], self._since_s, end_s, parts))
             self._spent_s.clear()
@@ -151,7 +148,7 @@ class Simulator:
     def step(self, replies: list[Entry], readable: Set[int] | None = None) -> bool:
         """Do all that can be done now; True when anything moved. readable: file descriptors of environments that said
         something (None: unknown); the others are looked at four times a second."""
-        self._account()
+        self.account()
         # First of all, else what is finished would be published under a permit that the server has lost.
         if self.worker.generation != self._generation:
             self._register_anew()
@@ -172,7 +169,7 @@ class Simulator:
         self._renew_and_ask_again()
         return moved
 
-    def _account(self) -> None:
+    def account(self) -> None:
         """Where the time of the slots went since the last step."""
         began_s, now_s = self._accounted_s, time.monotonic()
         self._accounted_s = now_s
@@ -490,6 +487,7 @@ def serve(worker: Worker, config: Config) -> None:
             return reader.poll(readable)
 
         def work() -> bool:
+            simulator.account()  # before the sample that it belongs to
             worker.beat()
             return simulator.step(replies, readable)
 

@@ -61,7 +61,9 @@ def test_neighbours_do_not_meet_where_entries_disagree_on_the_clock() -> None:
 
 def test_a_span_that_began_earlier_or_ended_later_is_cut_and_others_are_left_out() -> None:
     timeline = Timeline()
-    timeline.add([entry("trainer-0", [["main", "add", 0, S], ["main", "update", S, 9 * S], ["main", "read", 9 * S, S * 10]])])
+    timeline.add(
+        [entry("trainer-0", [["main", "add", 0, S], ["main", "update", S, 9 * S], ["main", "read", 9 * S, S * 10]])]
+    )
     spans = complete(timeline.chrome(3 * S, 5 * S))
     assert [(span["name"], span["ts"], span["dur"]) for span in spans] == [("update", 0, 2 * S)]
     assert timeline.shares(3 * S, 5 * S)["trainer-0"] == Shares(1.0, 0.0, 0.0)
@@ -69,10 +71,15 @@ def test_a_span_that_began_earlier_or_ended_later_is_cut_and_others_are_left_out
 
 def test_shares_are_what_the_spans_count_as() -> None:
     timeline = Timeline()
-    batch = [["batch 0", "step", 0, S, {"stepping": 0.75, "asked": 0.25}], ["batch 0", "wait", S, 2 * S, {"asked": 1.0}]]
+    batch = [
+        ["batch 0", "step", 0, S, {"stepping": 0.75, "asked": 0.25}],
+        ["batch 0", "wait", S, 2 * S, {"asked": 1.0}],
+    ]
     other = [["batch 1", "held", 0, 2 * S, {"held": 1.0}]]
     timeline.add([entry("simulator-0", batch + other)])
-    timeline.add([entry("generator-0", [["main", "infer", 0, S], ["main", "waiting", S, 4 * S], ["collect", "read", 0, S]])])
+    timeline.add(
+        [entry("generator-0", [["main", "infer", 0, S], ["main", "waiting", S, 4 * S], ["collect", "read", 0, S]])]
+    )
     assert timeline.shares(0, 4 * S) == {
         "simulator-0": Shares(0.1875, 0.3125, 0.5),
         "generator-0": Shares(0.25, 0.75, 0.0),
@@ -89,7 +96,15 @@ def test_a_worker_that_started_anew_is_another_process_and_the_same_worker() -> 
 
 def test_f27_what_no_worker_wrote_is_left_out() -> None:
     whole = entry("trainer-0", [["main", "update", 0, S, {"update": 1.0}]])
-    broken: list[Any] = ["x", "{}", "[1]", "[[1, 2, 3, 4]]", '[["a", "b", 2, 1]]', '[["a", "b", 0, 1e300]]', "[" * 10**5]
+    broken: list[Any] = [
+        "x",
+        "{}",
+        "[1]",
+        "[[1, 2, 3, 4]]",
+        '[["a", "b", 2, 1]]',
+        '[["a", "b", 0, 1e300]]',
+        "[" * 10**5,
+    ]
     broken += ['[["a", "b", 0, 1, {"c": "d"}]]', '[["a", "b", true, NaN]]', f'[["a", "b", 0, {"9" * 400}]]', 5.0]
     records = [{**whole, "spans": spans} for spans in broken]
     records += [{**whole, "role": "king"}, {**whole, "pid": float("nan")}, {**whole, "clock_us": 1e300}, {}]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ evaluation: {episodes: 0}
 """
 TESTS = Path(__file__).parents[1]
 TOLERANCE = 0.05
+
+pytestmark = pytest.mark.slow
 
 
 def wait_for(condition: Callable[[], object], what: Callable[[], str], deadline_s: float = 90) -> None:
@@ -97,13 +100,32 @@ def check_schema(trace: dict[str, Any]) -> dict[str, set[str]]:
     return stages
 
 
-def recorded_shares(records: list[Record], worker: str) -> tuple[tuple[int, int], Any]:
-    """What `status` makes of these records of a worker, and the time they cover."""
+def steady(records: list[Record], worker: str, since_s: float) -> list[Record]:
+    """Its samples since then, but for those of a second in which the machine stood still, and the next: `status` cuts
+    shares at 1, so that what was spent before such a second's end is lost to it."""
     mine = [record for record in records if record.get("worker") == worker and record.get("kind") == "second"]
-    pulse = Pulse(window_s=1e6)
-    pulse.add(mine)
-    begin_s = float(mine[0]["time"]) - float(mine[0]["seconds"])
-    return (int(1e6 * begin_s), int(1e6 * float(mine[-1]["time"]))), pulse.shares()[worker]
+    return [
+        record
+        for before, record in itertools.pairwise(mine)
+        if max(float(before["seconds"]), float(record["seconds"])) < 1.3 and float(before["time"]) > since_s
+    ]
+
+
+def compare(timeline: Timeline, records: list[Record], worker: str) -> None:
+    """Shares of the time as drawn and as recorded, over the seconds that the records cover."""
+    drawn, said, seconds = Counter[str](), Counter[str](), 0.0
+    for record in records:
+        pulse = Pulse()
+        pulse.add([record])
+        covered_s, end_us = float(record["seconds"]), int(1e6 * float(record["time"]))
+        seen = timeline.shares(end_us - int(1e6 * covered_s), end_us)
+        for name in ("work", "input", "output"):
+            drawn[name] += covered_s * getattr(seen[worker], name)  # type: ignore[assignment]
+            said[name] += covered_s * getattr(pulse.shares()[worker], name)  # type: ignore[assignment]
+        seconds += covered_s
+    assert said["work"] > 0.01 * seconds
+    for name, spent_s in said.items():
+        assert drawn[name] / seconds == pytest.approx(spent_s / seconds, abs=TOLERANCE), (worker, name, drawn, said)
 
 
 @pytest.mark.timeout(240)
@@ -121,19 +143,20 @@ def test_a_trace_is_valid_and_its_bubbles_are_those_of_status_live_and_afterward
     batches = {event["args"]["name"] for event in live["traceEvents"] if event["name"] == "thread_name"}
     assert {"batch 0", "batch 1", "main", "collect"} <= batches
 
+    folder, workers = tmp_path / "runs" / "mine", ("simulator-0", "generator-0", "trainer-0")
+    since_s = live["otherData"]["began_us"] / 1e6
+
+    def seconds() -> dict[str, list[Record]]:
+        records = load(folder / "metrics.jsonl")
+        return {worker: steady(records, worker, since_s) for worker in workers}
+
+    wait_for(lambda: min(map(len, seconds().values())) >= 4, lambda: str(load(folder / "metrics.jsonl")[-20:]))
     process.send_signal(signal.SIGINT)
     process.wait(timeout=60)
-    folder = tmp_path / "runs" / "mine"
-    timeline, records = Timeline(), load(folder / "metrics.jsonl")
+    timeline = Timeline()
     timeline.add(load(folder / "trace.jsonl"))
-    for worker in ("simulator-0", "generator-0", "trainer-0"):
-        # The first record covers the start of the process, too.
-        mine = [record for record in records if record.get("worker") == worker and record.get("kind") == "second"][1:-1]
-        (begin_us, end_us), said = recorded_shares(mine, worker)
-        drawn = timeline.shares(begin_us, end_us)[worker]
-        assert len(mine) >= 4 and said.work > 0.01
-        for name in ("work", "input", "output"):
-            assert getattr(drawn, name) == pytest.approx(getattr(said, name), abs=TOLERANCE), (worker, drawn, said)
+    for worker, records in seconds().items():
+        compare(timeline, records[:-1], worker)
     assert call(["trace", "after.json", "--run", "mine", "--seconds", "2"]) == 0
     assert capsys.readouterr().out.startswith("after.json: 2.0 s of 3 workers")
     check_schema(json.loads((tmp_path / "after.json").read_text()))

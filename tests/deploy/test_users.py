@@ -134,6 +134,7 @@ def config_of(cluster: Cluster, **sections: Any) -> configs.Config:
         "flow": {"lease_s": 2.0},
         "broker": {"inline_below_bytes": 0},
         "evaluation": {"episodes": 0},
+        "trace": True,
     }
     return configs.validate(data | sections)
 

@@ -16,6 +16,7 @@ from vla_stream.errors import InputError
 if TYPE_CHECKING:
     import numpy as np
 
+MOST_INSTRUCTIONS = 50  # told apart on the terminal
 ROWS = 16  # always the same, whatever the number of episodes: a seed then gives the same outcome every time
 
 
@@ -25,7 +26,7 @@ ROWS = 16  # always the same, whatever the number of episodes: a seed then gives
     "--checkpoint",
     type=click.Path(path_type=Path),
     required=True,
-    help="A checkpoint folder, or a run's folder for its newest one.",
+    help="A checkpoint folder, for example runs/demo/checkpoints/best; a run's folder: its newest one.",
 )
 @click.option("--episodes", type=click.IntRange(min=1), help="Seeds to play; default: evaluation.episodes, at least 1.")
 @click.option("--seed", type=click.IntRange(min=0), help="First seed; default: evaluation.seed.")
@@ -35,6 +36,12 @@ ROWS = 16  # always the same, whatever the number of episodes: a seed then gives
     help="Give the policy other words than the task's, for example red=green,green=blue,blue=red: "
     "if language decides, success falls.",
 )
+@click.option("--sample", is_flag=True, help="Sample actions as in training, by noise of the config's seed.")
+@click.option(
+    "--video",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder for films (GIF) of a few successes and failures, named by their seeds.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object with the outcome of every seed.")
 def evaluate(
     configs: tuple[Path, ...],
@@ -43,9 +50,12 @@ def evaluate(
     episodes: int | None,
     seed: int | None,
     replace: str | None,
+    sample: bool,
+    video: Path | None,
     as_json: bool,
 ) -> None:
-    """Play the policy of a checkpoint without sampling, one episode per seed, and print success with its interval."""
+    """Play the policy of a checkpoint, one episode per seed, and print success with its interval, in all and per task
+    or instruction. Equal seeds give equal numbers."""
     follow_launcher()
     override = word_replacement(replace) if replace else None
     import numpy as np
@@ -53,6 +63,8 @@ def evaluate(
 
     from vla_stream import config as settings
     from vla_stream import evaluation, tasks
+    from vla_stream.cli.films import Films
+    from vla_stream.streams.notices import one_line
     from workers import environment_apart
     from workers.models import make_policy, torch_device
     from workers.trainer import load_policy
@@ -60,6 +72,7 @@ def evaluate(
     torch.set_num_threads(1)
     config = settings.load(configs, overrides)
     place = find_checkpoint(checkpoint)
+    films = None if video is None else Films(video)
     number = episodes or max(1, config.evaluation.episodes)
     first = config.evaluation.seed if seed is None else seed
     outcomes, policy, played = evaluation.Outcomes.blank(number), None, 0
@@ -74,7 +87,16 @@ def evaluate(
                 click.echo(f"episode {before + done}/{number}", err=True)
 
             seeds = first + np.array(index, dtype=np.uint64)
-            found = evaluation.evaluate(policy, batch, config.policy.chunk, seeds, override, progress)
+            found = evaluation.evaluate(
+                policy,
+                batch,
+                config.policy.chunk,
+                seeds,
+                override,
+                progress,
+                noise_seed=config.seed if sample else None,
+                watcher=films,
+            )
         finally:
             batch.close()
         outcomes.put(np.array(index), found)
@@ -83,21 +105,35 @@ def evaluate(
         "checkpoint": str(place),
         "episodes": number,
         "seed": first,
+        "sampled": sample,
         **rate(outcomes.success),
+        "success_once": float(outcomes.success.mean()),
+        "success_at_end": float(outcomes.success_at_end.mean()),
         "return": float(outcomes.returns.mean()),
         "steps": float(outcomes.steps.mean()),
     }
     if config.environment.tasks:
         parts = tasks.dealt(config.environment, number)
         result["tasks"] = {task: {"episodes": len(i), **rate(outcomes.success[list(i)])} for task, i in parts.items()}
+    result["instructions"] = {}
+    for sentence in sorted(set(outcomes.instructions)):
+        success = outcomes.success[outcomes.instructions == sentence]
+        result["instructions"][sentence] = {"episodes": len(success), **rate(success)}
+    result["videos"] = [] if films is None else [str(file) for file in films.saved]
     if as_json:
         click.echo(json.dumps(result | {"successes": outcomes.success.astype(int).tolist()}))
         return
     click.echo(
-        f"{place}: success {shown(result)}, return {result['return']:.3f}, {result['steps']:.1f} steps per episode"
+        f"{place}: success {shown(result)}, at the end {int(outcomes.success_at_end.sum())}/{number}, "
+        f"return {result['return']:.3f}, {result['steps']:.1f} steps per episode"
     )
     for task, figures in result.get("tasks", {}).items():
         click.echo(f"  {task}: success {shown(figures)}")
+    told = list(result["instructions"].items())
+    for sentence, figures in told[:MOST_INSTRUCTIONS] if len(told) > 1 else ():
+        click.echo(f"  {one_line(sentence)}: success {shown(figures)}")
+    for file in result["videos"]:
+        click.echo(f"  film {file}")
 
 
 def rate(success: np.ndarray) -> dict[str, float]:

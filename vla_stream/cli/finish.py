@@ -23,7 +23,12 @@ from vla_stream.evaluation import mcnemar
 from vla_stream.learning import checkpoint
 
 CURVE_FILE, SUMMARY_FILE = "curve.png", "summary.json"
-NOT_FLAT = ("successes", "tasks")  # of an evaluation's result: summary.json and the logs have them
+NOT_FLAT = (
+    "successes",
+    "tasks",
+    "instructions",
+    "videos",
+)  # of an evaluation's result: summary.json and the logs have them
 
 
 def newest_checkpoint(run_dir: Path) -> Path | None:

@@ -253,7 +253,7 @@ def _instructions(moments: list[Observations], row: int) -> str:
     return " > ".join(word for index, word in enumerate(told) if index == 0 or word != told[index - 1])
 
 
-def contact_sheet(moments: list[Observations]) -> Image:
+def contact_sheet(moments: list[Observations], labels: list[str] | None = None) -> Image:
     """One line per row, labelled with its instruction; in it all cameras side by side, for each moment in turn."""
     from PIL import Image, ImageDraw
 
@@ -266,7 +266,7 @@ def contact_sheet(moments: list[Observations]) -> Image:
         tiles = [image.repeat(scale, axis=0).repeat(scale, axis=1) for image in images]
         height = max(tile.shape[0] for tile in tiles)
         lines.append(np.concatenate([np.pad(t, ((0, height - len(t)), (0, 2), (0, 0))) for t in tiles], axis=1))
-    labels = [f"{row}: {_instructions(moments, row)}" for row in range(len(lines))]
+    labels = labels or [f"{row}: {_instructions(moments, row)}" for row in range(len(lines))]
     pen = ImageDraw.Draw(Image.new("RGB", (1, 1)))
     width = max(*(line.shape[1] for line in lines), *(4 + int(pen.textlength(label)) for label in labels))
     sheet = Image.new("RGB", (width, sum(len(line) + LABEL_HEIGHT for line in lines)))

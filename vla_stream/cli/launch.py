@@ -78,9 +78,7 @@ class Launch:
         self.supervisor: Supervisor | None = None
         self._janitor: Janitor | None = None
         self._token = secrets.token_hex(8)
-        self.metrics = StreamFile(
-            self.client, self.keys.metrics, self.run_dir / METRICS_FILE, display.tell, is_sample
-        )
+        self.metrics = StreamFile(self.client, self.keys.metrics, self.run_dir / METRICS_FILE, display.tell, is_sample)
         self._trace = StreamFile(self.client, self.keys.trace, self.run_dir / TRACE_FILE, display.tell, is_trace)
         self._trackers = Trackers(display.tell)
         self._told: deque[str] = deque(maxlen=200)

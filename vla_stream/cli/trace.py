@@ -52,7 +52,9 @@ def trace(out: Path, run_name: str | None, redis_url: str | None, runs_dir: Path
         held = f", held back {share.output:.0%}" if share.output else ""
         click.echo(f"  {worker}: at work {share.work:.0%}, waits for input {share.input:.0%}{held}")
     if found.dropped:
-        click.echo(f"  {found.dropped} spans are missing: workers had more than they keep between two seconds", err=True)
+        click.echo(
+            f"  {found.dropped} spans are missing: workers had more than they keep between two seconds", err=True
+        )
 
 
 def live(target: Target, seconds: float) -> tuple[Timeline, int, int]:
