@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any, ClassVar
 
@@ -12,7 +13,7 @@ from pydantic import BaseModel
 from vla_stream.cli.evaluate import word_replacement
 from vla_stream.environments.protocol import Observations, Specification, StepResult
 from vla_stream.environments.tabletop import Tabletop
-from vla_stream.evaluation import evaluate, mcnemar, wilson_interval
+from vla_stream.evaluation import Outcomes, evaluate, mcnemar, wilson_interval
 from vla_stream.policies.protocol import Act
 
 CHUNK = 4
@@ -66,10 +67,11 @@ class Recorder:
 
     def __init__(self) -> None:
         self.batch_sizes: list[int] = []
+        self.keys: list[np.ndarray | None] = []
         self.sentences: set[str] = set()
 
     def act(self, observations: Observations, noise_keys: np.ndarray | None) -> Act:
-        assert noise_keys is None
+        self.keys.append(noise_keys)
         self.batch_sizes.append(len(observations))
         self.sentences.update(observations.instruction)
         actions = np.zeros((len(observations), CHUNK, 1), np.float32)
@@ -86,6 +88,55 @@ def test_each_seed_gets_its_own_outcome_whatever_the_batch(kind: type[Countdown]
     assert outcomes.success.tolist() == [True, False, True, True, False, True, False]
     assert outcomes.steps.tolist() == [1, 7, 3, 5, 8, 2, 6]
     np.testing.assert_allclose(outcomes.returns, [0.1, 4.9, 0.9, 2.5, 7.2, 0.4, 3.6], rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [Countdown, WholeCountdown])
+def test_success_at_the_end_is_that_of_the_last_step_and_sentences_are_the_environments(kind: type[Countdown]) -> None:
+    class Slipping(kind):  # type: ignore[misc,valid-type]
+        """Succeeds in the first step, whatever comes then."""
+
+        def step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
+            result = super().step(actions, active)
+            return dataclasses.replace(result, success=self.steps == 1)
+
+    outcomes = evaluate(Recorder(), Slipping(3), CHUNK, [11, 7, 23, 5], lambda text: text + " away")
+    assert outcomes.success.all()
+    assert outcomes.success_at_end.tolist() == [True, False, False, False]
+    assert outcomes.instructions == ["go"] * 4
+
+
+def test_sampled_noise_follows_from_the_seeds_and_the_chunk_step_alone() -> None:
+    def keys(rows: int, seeds: list[int], noise_seed: int | None) -> dict[tuple[int, int], int]:
+        policy, found = Recorder(), {}
+        for first in range(0, len(seeds), rows):
+            policy.keys.clear()
+            evaluate(policy, Countdown(rows), CHUNK, seeds[first : first + rows], noise_seed=noise_seed)
+            for step, of_rows in enumerate(policy.keys):
+                assert of_rows is not None
+                found.update({(seed, step): int(key) for seed, key in zip(seeds[first:], of_rows, strict=False)})
+        return found
+
+    together, apart = keys(4, [5, 6, 7, 8], 3), keys(2, [8, 7, 6, 5], 3)
+    assert together == apart and len(set(together.values())) == len(together) == 8
+    assert not set(together.values()) & set(keys(4, [5, 6, 7, 8], 4).values())
+
+
+def test_a_watcher_sees_every_step_of_every_running_row() -> None:
+    class Watcher:
+        def __init__(self) -> None:
+            self.seen, self.ended = [0, 0], list[tuple[list[int], list[int]]]()
+
+        def see(self, observations: Observations, running: np.ndarray) -> None:
+            self.seen = [count + int(ran) for count, ran in zip(self.seen, running, strict=True)]
+
+        def end(self, seeds: np.ndarray, outcomes: Outcomes) -> None:
+            self.ended.append((seeds.tolist(), self.seen))
+            assert outcomes.steps.tolist() == [count - 1 for count in self.seen]
+            self.seen = [0, 0]
+
+    watcher = Watcher()
+    evaluate(Recorder(), Countdown(2), CHUNK, [13, 5, 7], watcher=watcher)
+    assert watcher.ended == [([13, 5], [4, 6]), ([7], [8, 8])]
 
 
 def test_the_policy_always_sees_the_whole_batch() -> None:

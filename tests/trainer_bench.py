@@ -54,7 +54,13 @@ class Bench:
         return granted
 
     def publish(
-        self, permit: Permit, version: int = 1, *, actions: tuple[int, int] = (H, A), shm: bool = False
+        self,
+        permit: Permit,
+        version: int = 1,
+        *,
+        actions: tuple[int, int] = (H, A),
+        shm: bool = False,
+        success: bool = True,
     ) -> None:
         """A segment that the first weights made."""
         observations = [observe(100 * permit.ticket + step) for step in range(T + 1)]
@@ -82,7 +88,7 @@ class Bench:
             payloads = [self.lane.write(name, i, data) for i, data in enumerate(payloads) if isinstance(data, bytes)]
             self.lane.release(name)
         identity = f"simulator-0/9f2c11ab/0.0/{permit.member}"
-        episodes = (Episode(version, True, 1.0, 5),)
+        episodes = (Episode(version, success, 1.0, 5),)
         trajectory = Trajectory(identity, permit.attempt, segment, tuple(payloads), None, episodes)
         assert self.run.flow.publish(permit.member, trajectory.to_fields()) == "added"
 

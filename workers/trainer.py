@@ -22,6 +22,7 @@ from vla_stream.broker.connection import UNREACHABLE
 from vla_stream.config import CHECKPOINTS, DEMONSTRATIONS, Config
 from vla_stream.environments.protocol import Specification
 from vla_stream.errors import BadMessage, Hopeless, InputError, NoSuchRun, RunFailed
+from vla_stream.evaluation import wilson_interval
 from vla_stream.learning import checkpoint, cloning
 from vla_stream.learning.update import Learner, LearnerState, UpdateResult
 from vla_stream.policies.protocol import Policy
@@ -61,6 +62,7 @@ class Trainer:
         self._skipped_in_a_row = 0
         self._numerics_differ = False
         self._checkpointed = -1
+        self._score: float | None = None  # of the newest policies whose training episodes have ended
         self._retry_checkpoint_s = math.inf
         self._waiting_since_s = time.monotonic()
         self._next_miss_s = 0.0
@@ -272,6 +274,10 @@ class Trainer:
         trained = sum(int(held.segment.executed.sum()) for held in chosen)
         for held in chosen:
             self.outcomes.add(held.segment.ticket, held.trajectory.episodes)
+        outcomes = self.outcomes.summary(self.version)
+        if outcomes:
+            # Surely at least as good: a rate of few episodes would stay the best for ever.
+            self._score, _ = wilson_interval(round(outcomes["success"] * outcomes["episodes"]), int(outcomes["episodes"]))
         sample = {
             "update": self.update,
             "version": self.version,
@@ -284,7 +290,7 @@ class Trainer:
             "skipped": float(result.skipped is not None),
             "update_s": time.monotonic() - started_s - self._adding_s,  # without the next one's beginning
             "wait_s": waited_s,
-            **self.outcomes.summary(self.version),
+            **outcomes,
             **result.metrics,
         }
         members = [held.trajectory.member for held in self._in_order(chosen)]
@@ -386,7 +392,7 @@ class Trainer:
     def _save_checkpoint(self) -> None:
         self._begin_anew()  # what is begun of the next update belongs to no checkpoint
         state = self.learner.state()
-        meta = {"run": self.config.name, "trained": self._trained, "skipped": self._skipped}
+        meta = {"run": self.config.name, "trained": self._trained, "skipped": self._skipped, "score": self._score}
         try:
             with self.meter.busy("checkpoint"):
                 checkpoint.save(self.folder, self.update, self.version, state.policy, state.optimiser, meta)
@@ -398,7 +404,12 @@ class Trainer:
             return
         self._checkpointed, self._retry_checkpoint_s = self.update, math.inf
         try:
-            checkpoint.prune(self.folder, self.config.trainer.keep_checkpoints, protected=(FIRST,))
+            best = checkpoint.best(self.folder)
+            if self._score is not None and (best is None or self._score >= best[1]):
+                checkpoint.mark_best(self.folder, self.update)
+                best = f"{self.update:06d}", self._score
+            protected = (FIRST,) if best is None else (FIRST, best[0])
+            checkpoint.prune(self.folder, self.config.trainer.keep_checkpoints, protected=protected)
         except OSError as exc:
             self.worker.say("checkpoint", f"{self.folder}: old ones not removed ({exc.strerror or exc}); remove them")
         if self._kept:

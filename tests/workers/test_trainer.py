@@ -81,6 +81,22 @@ def test_the_last_update_leaves_a_checkpoint_and_the_trainer_is_done(make: Make)
     assert bench.checkpoints() == ["000000", "000002"]
 
 
+def test_the_best_checkpoint_is_kept_by_what_its_training_episodes_surely_reached(make: Make) -> None:
+    bench = make(updates=9, trainer__checkpoint_every=1, trainer__keep_checkpoints=1, flow__max_staleness=0)
+    trainer = bench.trainer()
+    best = bench.config.run_dir / "checkpoints" / "best"
+    marked = []
+    for success in (True,) * 5 + (False,) * 4:
+        bench.feed(version=trainer.version, success=success)
+        assert trainer.step(None)
+        marked.append(checkpoint.load(best).update if best.exists() else None)
+    # Each start version's episodes count once they have settled; later failures displace nothing.
+    first = next(update for update in marked if update is not None)
+    assert marked[-1] == max(update for update in marked if update is not None) > first
+    assert marked[-1] < 9 and marked == sorted(marked, key=lambda update: update or 0)
+    assert {path.name for path in best.parent.iterdir()} == {"000000", f"{marked[-1]:06d}", "000009", "best"}
+
+
 def test_segments_above_the_stale_limit_are_refused_and_their_tickets_given_out_again(make: Make, run: Run) -> None:
     bench = make(flow__stale_limit=1, flow__max_staleness=1, updates=10)
     trainer = bench.trainer()

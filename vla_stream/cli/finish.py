@@ -137,6 +137,9 @@ def summarise(config: Config, results: dict[str, dict[str, Any]], session_s: flo
     newest = newest_checkpoint(run_dir)
     if newest is not None:
         lines.append(f"policy   {_shown(newest)}")
+    best = checkpoint.best(run_dir / CHECKPOINTS)
+    if best is not None:
+        lines.append(f"best     {_shown(run_dir / CHECKPOINTS / checkpoint.BEST)}, {best[0]} by training success")
     if (run_dir / CURVE_FILE).exists():
         lines.append(f"curve    {_shown(run_dir / CURVE_FILE)}")
     lines.append(f"metrics  {_shown(run_dir / samples.METRICS_FILE)}")

@@ -5,8 +5,9 @@ renamed. One process writes to a folder; any number may read it.
 
 meta.json, for example:
     {"format": 1, "update": 40, "version": 43, "digests": {"policy.safetensors": "8f1c…", …},
-     "meta": {"run": "demo", "trained": 1280, "skipped": 0}}
+     "meta": {"run": "demo", "trained": 1280, "skipped": 0, "score": 0.81}}
 `digests` are xxh64 over each file's bytes; `meta` is what the caller gave, with the counters that its books go on from.
+`<folder>/best` is a symbolic link to one of them, which is kept as long as it is there.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ Found = TypeVar("Found")
 FORMAT = 1
 POLICY, OPTIMISER, META = "policy.safetensors", "optimiser.safetensors", "meta.json"
 COUNTERS = ("trained", "skipped")  # segments; `meta` holds them
+BEST = "best"
 _UNFINISHED = ".unfinished-"
 
 
@@ -124,6 +126,24 @@ def places(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     return sorted((path for path in folder.iterdir() if _is_number(path.name)), key=lambda path: int(path.name))
+
+
+def best(folder: Path) -> tuple[str, float] | None:
+    """The name of the best checkpoint, and its score; None where there is none that `mark_best` left."""
+    try:
+        name = os.readlink(folder / BEST)
+        score = json.loads((folder / name / META).read_text(encoding="utf-8"))["meta"]["score"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return (name, score) if _is_number(name) and isinstance(score, float) and 0 <= score <= 1 else None
+
+
+def mark_best(folder: Path, update: int) -> None:
+    """From now on that one is the best. Raises OSError."""
+    link = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=folder)) / BEST
+    link.symlink_to(f"{update:06d}")
+    link.replace(folder / BEST)
+    link.parent.rmdir()
 
 
 def prune(folder: Path, keep: int, protected: Collection[str] = ()) -> None:
