@@ -277,7 +277,9 @@ class Trainer:
         outcomes = self.outcomes.summary(self.version)
         if outcomes:
             # Surely at least as good: a rate of few episodes would stay the best for ever.
-            self._score, _ = wilson_interval(round(outcomes["success"] * outcomes["episodes"]), int(outcomes["episodes"]))
+            self._score, _ = wilson_interval(
+                round(outcomes["success"] * outcomes["episodes"]), int(outcomes["episodes"])
+            )
         sample = {
             "update": self.update,
             "version": self.version,

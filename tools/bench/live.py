@@ -25,6 +25,8 @@ from vla_stream.cli.launch import Launch, server_for
 from vla_stream.cli.progress import Progress
 from vla_stream.cli.samples import METRICS_FILE, Record, number
 from vla_stream.cli.signals import Signals
+from vla_stream.cli.timeline import TRACE_FILE
+from vla_stream.cli.trace import finished, save
 from vla_stream.errors import RunFailed
 from vla_stream.flow import FlowState
 
@@ -97,11 +99,17 @@ def measure(
     *,
     updates: int,
     warm_up: int,
+    trace: Path | None = None,
 ) -> Measured:
-    """Run a config for `warm_up` + `updates` updates. Raises Interrupted, RunFailed, InputError."""
-    with launched(files, {**overlay, "updates": warm_up + updates}, overrides, signals) as launch:
+    """Run a config for `warm_up` + `updates` updates. trace: a file for what its workers did, for Perfetto.
+
+    Raises Interrupted, RunFailed, InputError."""
+    over = {**overlay, "updates": warm_up + updates, "trace": trace is not None}
+    with launched(files, over, overrides, signals) as launch:
         launch.launch_workers()
         window = _drive(launch, signals, warm_up)
+        if trace is not None:
+            save(trace, *finished(launch.run_dir / TRACE_FILE, None))
         return _evaluate(samples.load(launch.run_dir / METRICS_FILE), window, warm_up)
 
 

@@ -6,6 +6,7 @@ machine does shows as a spread and not as a difference between rows.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,6 +93,7 @@ class Plan:
     multiple=True,
     help="Override in every profile, for example policy.options.sample_ms=4.",
 )
+@click.option("--trace", "traced", is_flag=True, help="And what every worker of a row's last run did, for Perfetto.")
 @output_option("Folder of JSON and plot.")
 def pipeline(
     names: tuple[str, ...],
@@ -102,6 +104,7 @@ def pipeline(
     warm_up: int,
     devices: int,
     overrides: tuple[str, ...],
+    traced: bool,
     output: Path,
 ) -> None:
     """Environment steps per second of whole runs, training included, from lockstep to fully asynchronous.
@@ -113,7 +116,7 @@ def pipeline(
     plans += [real_plan(overrides)] if real else []
     rows = select(plans, chosen)
     about = {"updates": updates, "warm_up": warm_up, "repeats": repeats, "set": list(overrides)}
-    interrupted = take_turns(rows, plans, about, output_folder(output) / FILES["json"])
+    interrupted = take_turns(rows, plans, about, output_folder(output) / FILES["json"], traced=traced)
     for plan in plans:
         if any(row.runs for row in plan.rows):
             click.echo(f"\n{plan.profile}\n{show(plan)}")
@@ -124,9 +127,11 @@ def pipeline(
         raise click.Abort
 
 
-def take_turns(rows: Sequence[Row], plans: Sequence[Plan], about: Mapping[str, Any], file: Path) -> bool:
-    """Every row once, then every row again, as often as `about` says; after each run all is in `file`. Returns whether
-    the person had enough of it."""
+def take_turns(
+    rows: Sequence[Row], plans: Sequence[Plan], about: Mapping[str, Any], file: Path, *, traced: bool = False
+) -> bool:
+    """Every row once, then every row again, as often as `about` says; after each run all is in `file`, and beside it,
+    where `traced`, a trace. Returns whether the person had enough of it."""
     about = {"machine": machine(), **about}
     with Signals() as signals:
         try:
@@ -138,6 +143,7 @@ def take_turns(rows: Sequence[Row], plans: Sequence[Plan], about: Mapping[str, A
                     signals,
                     updates=about["updates"],
                     warm_up=about["warm_up"],
+                    trace=file.with_name(trace_name(row)) if traced else None,
                 )
                 row.runs.append(run)
                 click.echo(
@@ -147,6 +153,12 @@ def take_turns(rows: Sequence[Row], plans: Sequence[Plan], about: Mapping[str, A
         except Interrupted:
             return True
     return False
+
+
+def trace_name(row: Row) -> str:
+    """`trace-libero-pi05-full.json`"""
+    words = re.findall(r"[a-z0-9=+-]+", f"trace {row.profile} {row.name}".lower().replace("η", "eta"))
+    return "-".join(words) + ".json"
 
 
 def _names(names: Sequence[str], real: bool) -> list[str]:

@@ -2,6 +2,7 @@
 
 config.yaml       the resolved config          logs/          one log per worker, the server's, the helpers'
 metrics.jsonl     see cli/samples.py           checkpoints/   written by the trainer
+trace.jsonl       see cli/timeline.py, if the config has `trace: true`
 updates.jsonl     what each update consumed    last_version   the highest version begun, by the trainer
 curve.png         the learning curve           demos.safetensors, redis.url, summary.json, lock
 """

@@ -45,7 +45,7 @@ def trace(out: Path, run_name: str | None, redis_url: str | None, runs_dir: Path
         if not file.exists():
             raise InputError(f"{exc}; a finished run has a trace only if it ran with --set trace=true") from exc
         found, begin_us, end_us = finished(file, seconds)
-    out.write_text(json.dumps(found.chrome(begin_us, end_us), separators=(",", ":")) + "\n", encoding="utf-8")
+    save(out, found, begin_us, end_us)
     shares = found.shares(begin_us, end_us)
     click.echo(f"{out}: {(end_us - begin_us) / 1e6:.1f} s of {len(shares)} workers")
     for worker, share in shares.items():
@@ -55,6 +55,11 @@ def trace(out: Path, run_name: str | None, redis_url: str | None, runs_dir: Path
         click.echo(
             f"  {found.dropped} spans are missing: workers had more than they keep between two seconds", err=True
         )
+
+
+def save(out: Path, found: Timeline, begin_us: int, end_us: int) -> None:
+    """The spans between two times as a file for Perfetto."""
+    out.write_text(json.dumps(found.chrome(begin_us, end_us), separators=(",", ":")) + "\n", encoding="utf-8")
 
 
 def live(target: Target, seconds: float) -> tuple[Timeline, int, int]:
