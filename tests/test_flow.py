@@ -28,7 +28,7 @@ from vla_stream.broker.scripts import MAX_ATTEMPTS, Script
 from vla_stream.broker.server import EmbeddedServer
 from vla_stream.config import validate
 from vla_stream.environments.protocol import Specification
-from vla_stream.errors import Expired, InputError
+from vla_stream.errors import Expired, InputError, NoSuchRun
 from vla_stream.flow import Consumed, Flow, LastSeen, Permit
 from vla_stream.streams.keys import TRAINERS, Keys
 from vla_stream.tasks import Turns
@@ -182,6 +182,19 @@ def test_the_first_remote_reader_is_named_with_every_permit_until_a_person_sets_
     flow.set_lane("auto", by="a person")
     state, (permit,) = flow.state(), grant(flow, 1)
     assert state is not None and state.remote_reader == permit.remote_reader == ""
+
+
+def test_a_trace_is_never_cut_short_by_a_shorter_one_and_needs_a_run(flow: Flow) -> None:
+    began_ms = flow.ask_for_trace(60.0)
+    flow.ask_for_trace(1.0)
+    state = flow.state()
+    assert state is not None and state.trace_until_ms == began_ms + 60_000
+    flow.client.hset(flow.keys.flow, "trace_until_ms", "soon")
+    with pytest.raises(Garbled, match="trace_until_ms is 'soon', expected a number"):
+        flow.ask_for_trace(1.0)
+    flow.client.delete(flow.keys.flow)
+    with pytest.raises(NoSuchRun):
+        flow.ask_for_trace(1.0)
 
 
 def test_the_lane_of_a_run_survives_its_server(flow: Flow) -> None:

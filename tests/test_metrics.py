@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from vla_stream import metrics
-from vla_stream.metrics import Meter
+from vla_stream.metrics import SHORTEST_SPAN_S, SPANS_KEPT, Meter, Span
 
 
 class Clock:
@@ -90,6 +90,28 @@ def test_a_stage_that_began_before_the_last_sample_is_never_busier_than_the_cloc
         meter.sample()
         clock.now_s += 1.0
     assert meter.sample()["busy.infer"] == 1.0
+
+
+def test_busy_time_is_kept_as_spans_of_its_thread_until_they_are_asked_for(clock: Clock) -> None:
+    meter = Meter()
+    with meter.busy("infer"):
+        clock.now_s += 1.0
+    thread = threading.Thread(target=lambda: meter.note(Span("batch 0", "step", 5.0, 6.0, {"stepping": 1.0})))
+    thread.start()
+    thread.join()
+    with meter.busy("moment"):
+        clock.now_s += SHORTEST_SPAN_S / 2
+    spans = [Span("MainThread", "infer", 1000.0, 1001.0), Span("batch 0", "step", 5.0, 6.0, {"stepping": 1.0})]
+    assert meter.spans() == (spans, 0)
+    assert meter.spans() == ([], 0)
+
+
+def test_of_too_many_spans_the_newest_are_kept_and_the_others_counted(clock: Clock) -> None:
+    meter = Meter()
+    for number in range(SPANS_KEPT + 7):
+        meter.note(Span("main", "infer", float(number), number + 0.5))
+    spans, dropped = meter.spans()
+    assert (len(spans), dropped, spans[0].start_s) == (SPANS_KEPT, 7, 7.0)
 
 
 def test_two_samples_at_one_instant_do_not_divide_by_zero(clock: Clock) -> None:

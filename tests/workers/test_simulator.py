@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import itertools
 import os
 import shutil
 import time
@@ -132,6 +133,24 @@ def make(run: Run) -> Iterator[Make]:
     yield build
     for bench in made:
         bench.simulator.close()
+
+
+def test_what_a_batch_does_is_kept_without_gaps_and_counts_as_what_its_slots_time_does(make: Make) -> None:
+    bench = make()
+    bench.simulator.meter.spans()
+    bench.simulator.meter.sample()
+    began_s = time.monotonic()
+    for _ in range(2 * T):
+        time.sleep(0.002)
+        bench.serve()
+    bench.pump()
+    spans = [span for span in bench.simulator.meter.spans()[0] if span.track == "batch 0"]
+    assert {"step", "wait"} <= {span.stage for span in spans} and spans[0].start_s <= began_s
+    for before, after in itertools.pairwise(spans):
+        assert 0 <= after.start_s - before.end_s < 0.002, "spans of an instant are left out"
+    for span in spans:
+        assert sum(span.parts.values()) == pytest.approx(1) and set(span.parts) <= {"stepping", "asked", "held"}
+    assert max(span.parts.get("asked", 0) for span in spans if span.stage == "wait") > 0.5
 
 
 def test_a_full_segment_is_published_and_can_be_loaded(make: Make, run: Run) -> None:

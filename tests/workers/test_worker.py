@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import signal
@@ -20,6 +21,7 @@ from live_run import Run
 from vla_stream.broker.connection import UNREACHABLE, Client, connect
 from vla_stream.broker.server import EmbeddedServer
 from vla_stream.errors import Expired, InputError
+from vla_stream.metrics import Span
 from workers import worker as worker_module
 from workers.replies import Replies
 from workers.worker import Worker
@@ -82,6 +84,44 @@ def test_f06_a_step_of_minutes_is_not_taken_for_a_death(run: Run) -> None:
         assert run.client.pttl(key) > 60_000 and run.client.hget(key, "state") == b"warm start"
     worker.beat()
     assert 0 < run.client.pttl(key) <= 60_000
+
+
+@pytest.mark.usefixtures("quick_beats")
+def test_spans_are_sent_while_somebody_wants_them_and_those_of_a_long_step_that_began_before(run: Run) -> None:
+    run.start()
+    worker = run.worker("trainer")
+
+    def beat(stage: str) -> list[str]:
+        now_s = time.monotonic()
+        worker.meter.note(Span("main", stage, now_s - 0.01, now_s))
+        worker.beat()
+        entries: Any = run.client.xrange(run.keys.trace)
+        return [json.loads(fields[b"spans"])[0][1] for _, fields in entries]
+
+    assert beat("before") == []
+    run.flow.ask_for_trace(60)
+    assert beat("wanted") == ["wanted"]
+    run.client.hset(run.keys.flow, "trace_until_ms", int(worker._clock.now_ms()) + 1)
+    time.sleep(0.005)  # a step during which the trace ends
+    assert beat("long step") == ["wanted", "long step"]
+    assert beat("after") == ["wanted", "long step"]
+    worker.traced = True
+    assert beat("always") == ["wanted", "long step", "always"]
+
+
+def test_spans_are_on_the_servers_clock_with_what_is_said_of_their_own(run: Run) -> None:
+    run.start()
+    worker = run.worker("trainer")
+    worker.traced = True
+    with worker.meter.busy("update"):
+        time.sleep(0.01)
+    worker.beat()
+    ((entry, fields),) = run.client.xrange(run.keys.trace)
+    ((_, stage, start_us, end_us),) = json.loads(fields[b"spans"])
+    assert stage == "update" and end_us - start_us >= 10_000
+    late_us = 1000 * int(entry.split(b"-")[0]) - (end_us + int(fields[b"clock_us"]))
+    assert -50_000 < late_us < 5_000_000
+    assert (fields[b"role"], fields[b"pid"], fields[b"dropped"]) == (b"trainer", b"%d" % os.getpid(), b"0")
 
 
 @pytest.mark.usefixtures("quick_beats")
