@@ -102,7 +102,7 @@ def test_success_at_the_end_is_that_of_the_last_step_and_sentences_are_the_envir
     outcomes = evaluate(Recorder(), Slipping(3), CHUNK, [11, 7, 23, 5], lambda text: text + " away")
     assert outcomes.success.all()
     assert outcomes.success_at_end.tolist() == [True, False, False, False]
-    assert outcomes.instructions == ["go"] * 4
+    assert outcomes.instructions.tolist() == ["go"] * 4
 
 
 def test_sampled_noise_follows_from_the_seeds_and_the_chunk_step_alone() -> None:
