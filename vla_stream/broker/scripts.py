@@ -343,7 +343,7 @@ if #members < least then return 'no turn' end
 redis.call('HINCRBY', KEYS[6], 'started', #members)
 -- Those that were passed over at the end would be reserved for nothing.
 local last = math.max(tonumber(f[9]), members[#members][1])
-redis.call('HSET', KEYS[1], 'next_ticket', last)
+redis.call('HINCRBY', KEYS[1], 'next_ticket', last - tonumber(f[9]))
 for _, ticket in ipairs(passed) do
   if ticket < last then redis.call('ZADD', KEYS[5], ticket, ticket .. '.0') end
 end
