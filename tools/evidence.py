@@ -269,7 +269,8 @@ def comparison(runs: Runs, first: str, second: str) -> list[str]:
 
 
 def draw(runs: Runs, file: Path) -> None:
-    """Success over environment steps, one panel per algorithm and speed, one colour per way, one line per seed."""
+    """Success over environment steps, one panel per algorithm and speed, one colour per way: thin lines are seeds, the
+    thick one is their mean."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -281,10 +282,11 @@ def draw(runs: Runs, file: Path) -> None:
         slow = title.endswith("slow steps")
         ways = [way for way in WAYS if way in runs and (way.endswith("slow") if slow else way.startswith(starts))]
         for colour, way in enumerate(way for way in ways if slow or not way.endswith("slow")):
-            for place, figures in enumerate(runs[way].values()):
-                at, _, success = zip(*figures["curve"], strict=True)
-                label = way if place == 0 else None
-                axis.plot([steps / 1000 for steps in at], success, color=f"C{colour}", linewidth=1.1, label=label)
+            seeds = [list(zip(*figures["curve"], strict=True)) for figures in runs[way].values()]
+            for at, _, success in seeds:
+                axis.plot([steps / 1000 for steps in at], success, color=f"C{colour}", linewidth=0.6, alpha=0.45)
+            mean = [[statistics.mean(each) for each in zip(*(of[i] for of in seeds), strict=True)] for i in (0, 2)]
+            axis.plot([steps / 1000 for steps in mean[0]], mean[1], color=f"C{colour}", linewidth=2, label=way)
         axis.set(title=title, xlabel="trained environment steps, thousands", ylim=(0, 1))
         axis.grid(alpha=0.25)
         if axis.get_legend_handles_labels()[0]:
