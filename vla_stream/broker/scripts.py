@@ -353,7 +353,7 @@ for _, item in ipairs(members) do
   local member = ticket .. '.' .. (old and string.match(old, '%.(%d+)$') + 1 or 1)
   if old then redis.call('ZREM', KEYS[5], old) end
   -- How many segments are trained before this one, in ticket order.
-  local before = outstanding + redis.call('ZCOUNT', KEYS[5], '-inf', '(' .. ticket)
+  local before = outstanding + #redis.call('ZRANGEBYSCORE', KEYS[5], '-inf', '(' .. ticket)
   local min_version = math.min(tonumber(f[4]), tonumber(f[4]) + math.floor(before / B) - eta)
   if min_version < tonumber(f[5]) then min_version = tonumber(f[5]) end
   redis.call('ZADD', KEYS[2], now_ms() + tonumber(ARGV[2]), member)
