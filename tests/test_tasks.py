@@ -11,6 +11,7 @@ from test_flow import LEASE_S, let_leases_pass, make_flow, one_update, publish
 from vla_stream import tasks
 from vla_stream.broker.connection import Client
 from vla_stream.config import Config, validate
+from vla_stream.environments.protocol import Specification
 from vla_stream.errors import InputError
 from vla_stream.flow import Consumed, Flow, Permit
 from vla_stream.tasks import Turns
@@ -243,3 +244,11 @@ def test_where_slots_take_any_ticket_the_slow_ones_are_crowded_out(client: Clien
     shop = Shop(flow, {quick: 1, slow: 5}, {quick: 4, slow: 4})
     shop.run(updates=60)
     assert sum(whose == slow for whose in shop.trained_by) / len(shop.trained_by) < 0.35
+
+
+def test_tasks_that_look_otherwise_are_refused_with_both_names() -> None:
+    seen: dict[str, Specification] = {}
+    tasks.check_shapes(seen, "near", Specification({"front": (48, 48)}, 8, 3))
+    tasks.check_shapes(seen, "far", Specification({"front": (48, 48)}, 8, 3))
+    with pytest.raises(InputError, match=r"environment\.tasks\.bare: has other cameras, state or actions than near"):
+        tasks.check_shapes(seen, "bare", Specification({}, 8, 3))

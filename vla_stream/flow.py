@@ -37,6 +37,7 @@ LANES: tuple[LaneName, ...] = get_args(LaneName)
 SHM_TOKEN = re.compile(r"([0-9a-f]{8})?")
 NUMBER = re.compile(r"-?[0-9]{1,15}")  # as scripts write it and read it
 SCALABLE = ("simulator", "generator")
+MOST_WORKERS = 1000  # of a role on one host, whatever somebody wrote
 STATE_NUMBERS = ("update", "version", "first_version", "epoch", "next_ticket")
 ADMISSION_NUMBERS = ("segments_per_update", "max_staleness")
 TICKETS_JUMPED = 100_000
@@ -192,7 +193,7 @@ class Flow:
             raise self._garbled("lane", lane, f"one of {', '.join(LANES)}")
         generation, reader = raw.get("generation", ""), raw.get("remote_reader", "")
         scale = {
-            role: _number(self.keys.flow, f"scale.{role}", raw[f"scale.{role}"])
+            role: min(MOST_WORKERS, _number(self.keys.flow, f"scale.{role}", raw[f"scale.{role}"]))
             for role in SCALABLE
             if f"scale.{role}" in raw
         }

@@ -18,6 +18,7 @@ from vla_stream.errors import InputError
 
 if TYPE_CHECKING:
     from vla_stream.config import Config, Environment
+    from vla_stream.environments.protocol import Specification
 
 ALONE = ""  # name of the task of a run that lists none
 
@@ -92,13 +93,26 @@ def left_out(config: Config, simulators: int) -> list[str]:
 
 
 def check_whole_batch(config: Config, whole_batch: bool) -> None:
-    """A batch that begins with all its slots or not at all could wait for ever, while its tickets come one by one:
-    raises InputError."""
-    if whole_batch and config.environment.tasks and config.simulators.slots > 1:
+    """A batch that begins with all its slots or not at all could wait for ever, where its tickets come one by one, or
+    where one that comes back finds no room for the others: raises InputError."""
+    strict = config.flow.max_staleness == 0
+    if whole_batch and config.simulators.slots > 1 and (config.environment.tasks or strict):
+        why = "flow.max_staleness is 0" if strict else "environment.tasks is set"
         raise InputError(
-            f"environment.tasks is set and {config.environment.name} steps whole batches, but simulators.slots is "
+            f"{why} and {config.environment.name} steps whole batches, but simulators.slots is "
             f"{config.simulators.slots}; set slots to 1 and raise envs_per_slot"
         )
+
+
+def check_shapes(seen: dict[str, Specification], name: str, specification: Specification) -> None:
+    """One policy plays all tasks, so they look alike: raises InputError, else adds this one to those that were seen."""
+    other, expected = next(iter(seen.items()), (name, specification))
+    if specification != expected:
+        raise InputError(
+            f"environment.tasks.{name}: has other cameras, state or actions than {other} ({specification}, expected "
+            f"{expected}); give both the same"
+        )
+    seen[name] = specification
 
 
 def config_for(config: Config, name: str) -> Config:

@@ -359,9 +359,10 @@ class Supervisor:
             return Notice("failed", child.id, f"{child.id} cannot run: {cause}")
         details = () if cause in self._shown else tuple(lines[-DETAIL_LINES:])
         self._shown.add(cause)
-        if self.draining:
+        if self.draining or child.asked:
             self._forget(child, code)
-            return Notice("lost", child.id, f"{child.id} ended while draining: {cause}", details)
+            doing = "draining" if self.draining else "it was to leave"
+            return Notice("lost", child.id, f"{child.id} ended while {doing}: {cause}", details)
         if not self._budgets[child.role].take(now_s):
             self._forget(child, code)
             self.failures.setdefault(child.role, f"{child.id} crashed again and again, last: {cause}")

@@ -275,7 +275,7 @@ class Trainer:
         for held in chosen:
             self.outcomes.add(held.segment.ticket, held.trajectory.episodes)
         outcomes = self.outcomes.summary(self.version)
-        if outcomes:
+        if "success" in outcomes:
             # Surely at least as good: a rate of few episodes would stay the best for ever.
             self._score, _ = wilson_interval(
                 round(outcomes["success"] * outcomes["episodes"]), int(outcomes["episodes"])

@@ -94,16 +94,18 @@ def test_prometheus_sums_counters_and_buckets_and_shows_the_last_gauges(made: Tr
     made.add([counted, {**counted, "age_ms[2]": 1.0, "age_ms[inf]": 2.0, "memory_mb": 95.0}])
     made.add([{**UPDATE, "success": 0.5}])
     labels = 'role="generator",run="tracked",worker="generator-0"'
+    part = 'part="",'
     lines = scrape(port)
     assert {
-        f"vla_stream_requests_total{{{labels}}} 10.0",
-        f"vla_stream_bytes_shm_total{{{labels}}} 2e+06",
-        f"vla_stream_memory_mb{{{labels}}} 95.0",
+        f"vla_stream_requests_total{{{part}{labels}}} 10.0",
+        f'vla_stream_bytes_total{{part="shm",{labels}}} 2e+06',
+        f"vla_stream_memory_mb{{{part}{labels}}} 95.0",
+        f'vla_stream_age_ms_histogram_bucket{{le="1",{labels}}} 0.0',
         f'vla_stream_age_ms_histogram_bucket{{le="2",{labels}}} 1.0',
         f'vla_stream_age_ms_histogram_bucket{{le="5",{labels}}} 7.0',
         f'vla_stream_age_ms_histogram_bucket{{le="+Inf",{labels}}} 9.0',
-        'vla_stream_update_success{role="trainer",run="tracked",worker="trainer-0"} 0.5',
-        'vla_stream_update_update{role="trainer",run="tracked",worker="trainer-0"} 7.0',
+        'vla_stream_update_success{part="",role="trainer",run="tracked",worker="trainer-0"} 0.5',
+        'vla_stream_update_update{part="",role="trainer",run="tracked",worker="trainer-0"} 7.0',
     } <= set(lines)
     assert not [line for line in lines if "seconds" in line or "_time" in line]
 

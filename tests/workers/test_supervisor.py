@@ -218,6 +218,16 @@ def test_scaling_starts_what_is_missing_and_lets_the_newest_finish_and_leave(ben
     assert supervisor.finished == {"simulator-1": 0, "simulator-2": 0} and "restarted" not in bench.kinds()
 
 
+def test_a_worker_that_crashes_on_its_way_out_is_not_started_again(bench: Bench) -> None:
+    supervisor = bench.supervise(UNTIL_TOLD + "sys.exit(7)\n")
+    supervisor.launch("generator", 2)
+    bench.until(lambda: bool(bench.pids("generator-0") and bench.pids("generator-1")))
+    supervisor.scale("generator", 1)
+    bench.until(lambda: supervisor.count("generator") == 1)
+    assert list(supervisor.children) == ["generator-0"] and "restarted" not in bench.kinds()
+    assert bench.first("lost").text.startswith("generator-1 ended while it was to leave")
+
+
 def test_a_worker_that_crashed_is_not_started_again_where_there_are_too_many(bench: Bench) -> None:
     supervisor = bench.supervise(UNTIL_TOLD)
     supervisor.launch("generator", 2)

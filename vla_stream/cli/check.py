@@ -108,7 +108,7 @@ def check_classes(config: Config) -> None:
     if config.generators.count > 0:
         plugins.load_class(plugins.BATCHING, config.generators.batching)
 
-    if config.simulators.count > 0:
+    if config.simulators.count > 0 or config.simulators.python is not None:  # `scale` may start some later
         from workers import environment_apart
 
         tasks.check_whole_batch(config, environment_apart.ask(config).whole_batch)

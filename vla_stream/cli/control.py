@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from vla_stream.broker.connection import Client
     from vla_stream.flow import Desired
 
-MOST_WORKERS = 1000  # of a role on one host
-
 
 @click.command()
 @target_options
@@ -78,7 +76,8 @@ def scale(target: Target, counts: tuple[str, ...]) -> None:
 
     Those that are too many finish their segments first. Attached pools stay as they are.
     """
-    from vla_stream.flow import SCALABLE, Flow
+    from vla_stream import tasks
+    from vla_stream.flow import MOST_WORKERS, SCALABLE, Flow
     from vla_stream.streams.keys import Keys
 
     wanted: dict[str, int] = {}
@@ -93,6 +92,11 @@ def scale(target: Target, counts: tuple[str, ...]) -> None:
         wanted[role] = int(digits[:9])
     with connected(target.url) as client:
         flow = Flow(client, Keys(target.run))
+        if "simulator" in wanted and (missing := tasks.left_out(flow.config(), wanted["simulator"])):
+            raise InputError(
+                f"scale simulators={wanted['simulator']}: leaves no environment batch for {', '.join(missing)}, and "
+                "the run would wait for its segments; give more"
+            )
         for role, number in wanted.items():
             flow.set_scale(role, number, by="vla-stream scale")
     shown = ", ".join(f"{number} {role}{'' if number == 1 else 's'}" for role, number in wanted.items())

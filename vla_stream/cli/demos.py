@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from vla_stream.cli.options import config_options, follow_launcher
 from vla_stream.errors import InputError
+
+if TYPE_CHECKING:
+    from vla_stream.environments.protocol import Specification
 
 ROWS = 16  # environments that demonstrate side by side; what is recorded does not depend on it
 
@@ -43,12 +47,14 @@ def demos(configs: tuple[Path, ...], overrides: tuple[str, ...], output: Path) -
     p, chunk = config.pretrain, config.policy.chunk
     episodes, looks = tasks.dealt(config.environment, p.episodes), tasks.dealt(config.environment, p.grounding_scenes)
     demonstrations, all_scenes = [], []
+    shapes: dict[str, Specification] = {}
     for place, task in enumerate(dict.fromkeys([*episodes, *looks])):
         seed = (p.seed + place) % (settings.MAX_SEED + 1)  # tasks that are alike do not show the same twice
         number, scenes_wanted = len(episodes.get(task, ())), len(looks.get(task, ()))
         rows = min(ROWS, max(number, scenes_wanted))
         batch = environment_apart.make_batch(tasks.config_for(config, task), rows)
         try:
+            tasks.check_shapes(shapes, task, batch.specification)
             if number:
                 demonstrations.append(
                     cloning.collect_demonstrations(batch, number, p.action_noise, chunk, seed, progress)

@@ -16,6 +16,8 @@ from vla_stream.errors import InputError
 if TYPE_CHECKING:
     import numpy as np
 
+    from vla_stream.environments.protocol import Specification
+
 MOST_INSTRUCTIONS = 50  # told apart on the terminal
 ROWS = 16  # always the same, whatever the number of episodes: a seed then gives the same outcome every time
 
@@ -76,9 +78,11 @@ def evaluate(
     number = episodes or max(1, config.evaluation.episodes)
     first = config.evaluation.seed if seed is None else seed
     outcomes, policy, played = evaluation.Outcomes.blank(number), None, 0
+    shapes: dict[str, Specification] = {}
     for task, index in tasks.dealt(config.environment, number).items():
         batch = environment_apart.make_batch(tasks.config_for(config, task), ROWS)
         try:
+            tasks.check_shapes(shapes, task, batch.specification)
             if policy is None:
                 policy = make_policy(config, batch.specification, torch_device(config.generators.device))
                 load_policy(policy, place)

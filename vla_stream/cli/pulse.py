@@ -60,6 +60,7 @@ class Pulse:
                 self._last[str(record.get("worker", ""))] = record
                 while len(self._last) > MOST_WORKERS:
                     del self._last[next(iter(self._last))]
+                self._forget_old()  # also where nobody asks for anything
 
     def advance(self, now_s: float) -> None:
         """It is so late by the server's clock, also when nobody writes records."""
@@ -105,7 +106,7 @@ class Pulse:
         spent: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         seconds: dict[str, float] = defaultdict(float)
         roles: dict[str, str] = {}
-        recent = self._recent()
+        recent = [record for record in self._recent() if record.get("worker", "") in self._last]
         heard = {record.get("worker", "") for record in recent}
         for record in [*recent, *(last for worker, last in self._last.items() if worker not in heard)]:
             worker = str(record.get("worker", ""))
@@ -162,10 +163,13 @@ class Pulse:
         return f"no role is the limit (at work: {shown}): they wait for each other, or for processors"
 
     def _recent(self) -> list[Record]:
+        self._forget_old()
+        return list(self._seconds)
+
+    def _forget_old(self) -> None:
         since_s = self.now_s - self.window_s
         while self._seconds and (number(self._seconds[0], "time") or 0.0) <= since_s:
             self._seconds.popleft()
-        return list(self._seconds)
 
     def _per_update_second(self, metric: str, *, counted: bool) -> float | None:
         if len(self._updates) < 2:

@@ -88,6 +88,8 @@ def decode(entry: Entry) -> Record:
     record: Record = {"id": entry.id, "time": entry.born_ms / 1000}
     for raw_name, raw in entry.fields.items():
         name, text = raw_name.decode(errors="replace"), raw.decode(errors="replace")
+        if name in ("id", "time"):
+            continue  # the server's, not a writer's
         try:
             record[name] = text if name in TEXTS else float(text)
         except ValueError:

@@ -17,10 +17,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 from vla_stream.cli.pulse import BUCKET, Pulse, is_bucket
 from vla_stream.cli.samples import TEXTS, Record, number
 from vla_stream.errors import InputError
+from vla_stream.metrics import AGE_BOUNDS_MS, FILL_BOUNDS
 
 if TYPE_CHECKING:
     from vla_stream.config import Config
 
+BOUNDS: dict[str, Sequence[float]] = {"fill": FILL_BOUNDS, "age_ms": AGE_BOUNDS_MS, "staleness": range(11)}
+MOST_SERIES = 100_000
 PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "prometheus_port": "prometheus_client"}
 # Metrics that only say which record it is, or how long it covers.
 ABOUT = (*TEXTS, "time", "seconds", "update", "version")
@@ -178,7 +181,7 @@ class Prometheus:
         from prometheus_client import CollectorRegistry, start_http_server
 
         self._run = run
-        self._totals: dict[tuple[str, str, str], float] = defaultdict(float)  # (worker, role, metric)
+        self._totals: dict[tuple[str, str, str], float] = {}  # (worker, role, metric)
         self._gauges: dict[tuple[str, str, str], float] = {}
         registry = CollectorRegistry()
         registry.register(self)
@@ -198,34 +201,37 @@ class Prometheus:
                 value = number(record, name) if name not in (*TEXTS, "time", "seconds") else None
                 if value is None:
                     continue
-                if is_bucket(name) or (not of_update and COUNTERS.fullmatch(name)):
-                    self._totals[(*about, name)] += value
-                else:
-                    self._gauges[(*about, f"update_{name}" if of_update else name)] = value
+                counted = is_bucket(name) or (not of_update and COUNTERS.fullmatch(name) is not None)
+                place = (*about, f"update_{name}" if of_update and not counted else name)
+                values: dict[tuple[str, str, str], float] = self._totals if counted else self._gauges
+                if place in values or len(values) < MOST_SERIES:
+                    values[place] = values.get(place, 0.0) + value if counted else value
 
     def collect(self) -> Iterator[Any]:
         """What a scrape shows."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-        labels = ("run", "worker", "role")
+        labels = ("run", "worker", "role", "part")
         families: dict[str, Any] = {}
         # Copied: the launcher's thread writes while the server's reads.
         for (worker, role, metric), value in self._gauges.copy().items():
-            name = _metric_name(metric)
-            family = families.setdefault(name, GaugeMetricFamily(name, f"{metric}, the last one", labels=labels))
-            family.add_metric((self._run, worker, role), value)
+            whole, _, part = metric.partition(".")  # of busy.infer, or success.<task>
+            name = _metric_name(whole)
+            family = families.setdefault(name, GaugeMetricFamily(name, f"{whole}, the last one", labels=labels))
+            family.add_metric((self._run, worker, role, part), value)
         histograms: dict[tuple[str, str, str], dict[str, float]] = defaultdict(dict)
         for (worker, role, metric), value in self._totals.copy().items():
             if bucket := BUCKET.fullmatch(metric):
                 histograms[worker, role, bucket[1]][bucket[2]] = value
                 continue
-            name = _metric_name(metric)
-            family = families.setdefault(name, CounterMetricFamily(name, f"{metric}, in all", labels=labels))
-            family.add_metric((self._run, worker, role), value)
+            whole, _, part = metric.partition(".")
+            name = _metric_name(whole)
+            family = families.setdefault(name, CounterMetricFamily(name, f"{whole}, in all", labels=labels))
+            family.add_metric((self._run, worker, role, part), value)
         for (worker, role, metric), counts in histograms.items():
             name = _metric_name(f"{metric}_histogram")
-            family = families.setdefault(name, HistogramMetricFamily(name, f"{metric}, in all", labels=labels))
-            family.add_metric((self._run, worker, role), buckets=_cumulative(counts), sum_value=None)
+            family = families.setdefault(name, HistogramMetricFamily(name, f"{metric}, in all", labels=labels[:3]))
+            family.add_metric((self._run, worker, role), buckets=_cumulative(metric, counts), sum_value=None)
         yield from families.values()
 
     def describe(self) -> Iterator[Any]:
@@ -240,10 +246,11 @@ class Prometheus:
         self._thread.join(timeout=5.0)
 
 
-def _cumulative(counts: dict[str, float]) -> list[tuple[str, float]]:
-    """Observations up to each bound, as Prometheus has them."""
-    bounds = sorted((bound for bound in counts if bound != "inf"), key=float)
-    totals = accumulate(counts[bound] for bound in bounds)
+def _cumulative(metric: str, counts: dict[str, float]) -> list[tuple[str, float]]:
+    """Observations up to each bound, as Prometheus has them: always the same bounds, so that workers can be summed."""
+    known = {f"{bound:g}" for bound in BOUNDS.get(metric, ())}
+    bounds = sorted((bound for bound in known | counts.keys() if bound != "inf"), key=float)
+    totals = accumulate(counts.get(bound, 0.0) for bound in bounds)
     return [*zip(bounds, totals, strict=True), ("+Inf", sum(counts.values()))]
 
 

@@ -72,7 +72,9 @@ class Libero:
             default=10, ge=0, le=100, description="Steps without motion after a reset, in which objects come to rest."
         )
         gripper: Literal["closes", "opens"] = Field(
-            default="closes", description="What a positive gripper action does: closes, as in LIBERO's data, or opens."
+            default="closes",
+            description="closes: from -1, open, to 1, closed, as in LIBERO's data; opens: from 0, closed, to 1, open, "
+            "as in the data of the published OpenVLA checkpoints.",
         )
         camera_size: int = Field(default=128, ge=8, le=1024, description="Width and height of both images in pixels.")
 
@@ -125,7 +127,7 @@ class Libero:
             raise EnvironmentFailed("libero: step of a row that is not running; reset it first")
         action = actions[0].clip(-1, 1)
         if self._options.gripper == "opens":
-            action[-1] *= -1
+            action[-1] = -1.0 if action[-1] > 0.5 else 1.0
         self._images.expire()
         with failing_as(f"{self._task.name}: step failed"):
             raw, _, success, _ = self._env.step(action)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+import traceback
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -99,9 +100,11 @@ class Poller:
                 self._news.wait_for(lambda: self._watched or self._closing)
             try:
                 self._session(backoff)
-            except VlaStreamError as exc:
+            except Exception as exc:  # whatever it is, the page says so, and the next look comes
+                if not isinstance(exc, VlaStreamError):
+                    traceback.print_exc()
                 with self._news:
-                    self._problem = one_line(str(exc))
+                    self._problem = one_line(str(exc) or type(exc).__name__)
                     self._turns += 1
                     self._news.notify_all()
                     self._news.wait_for(lambda: self._closing, max(PERIOD_S, backoff.next_s()))

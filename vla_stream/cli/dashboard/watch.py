@@ -148,7 +148,7 @@ class Watch:
 def histograms(pulse: Pulse) -> dict[str, list[tuple[str, float]]]:
     """(upper bound, observations) in order, with the empty ones between; the last is `inf` where some are above all."""
     staleness = pulse.histogram("staleness")
-    highest = max((int(bound) for bound in staleness if bound.isdecimal()), default=-1)
+    highest = max((int(bound) for bound in staleness if bound.isdecimal() and len(bound) < 10), default=-1)
     bounds = {
         "staleness": [str(versions) for versions in range(min(highest + 1, MOST_BARS))],
         "fill": [f"{bound:g}" for bound in FILL_BOUNDS],
