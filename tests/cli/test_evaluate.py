@@ -6,13 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fakes import Line
 from PIL import Image
 
 from vla_stream import config as configs
+from vla_stream.cli import films
 from vla_stream.cli.main import call
+from vla_stream.environments.protocol import Observations
+from vla_stream.evaluation import Outcomes
 from vla_stream.learning import checkpoint
 from workers.models import make_policy
 
@@ -78,3 +82,17 @@ def test_films_show_each_step_of_a_few_successes_and_failures(evaluate: Any, tmp
         with Image.open(path) as film:
             assert film.format == "GIF" and 1 < getattr(film, "n_frames") <= 13  # noqa: B009
     assert 1 <= kinds[True] <= 4 and 1 <= kinds[False] <= 4
+
+
+def test_where_all_rows_take_too_much_memory_the_first_ones_are_filmed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(films, "MOST_BYTES", 3 * 3 * 16 * 16 * 3)
+    made, everyone, outcomes = films.Films(tmp_path), np.ones(8, dtype=bool), Outcomes.blank(8)
+    for _ in range(2):
+        for step in range(4):
+            made.see(
+                Observations({"front": np.full((8, 16, 16, 3), step, np.uint8)}, np.zeros((8, 1)), ["go"] * 8), everyone
+            )
+        made.end(np.arange(8, dtype=np.uint64), outcomes)
+    assert {path.name for path in made.saved} == {"failure-0.gif", "failure-1.gif"}

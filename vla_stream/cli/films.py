@@ -13,7 +13,7 @@ from vla_stream.errors import InputError
 from vla_stream.evaluation import Outcomes
 
 OF_EACH = 4  # successes, and failures
-ROWS_AT_ONCE = 4  # rows of a batch that are filmed: which of them will succeed is known at their end only
+MOST_BYTES = 400_000_000  # of frames at once: all rows are filmed, since which succeed is known at their end only
 FRAME_MS, LAST_FRAME_MS = 80, 1000
 
 
@@ -25,6 +25,7 @@ class Films:
         self.folder, self.saved = folder, list[Path]()
         self._number: Counter[str] = Counter()
         self._frames: dict[int, list[Observations]] = {}
+        self._bytes, self._rows = 0, 1_000_000  # the first so many rows, once all take too much memory
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as exc:
@@ -33,8 +34,14 @@ class Films:
     def see(self, observations: Observations, running: np.ndarray) -> None:
         if min(self._number["success"], self._number["failure"]) >= OF_EACH:
             return
-        for row in np.flatnonzero(running[:ROWS_AT_ONCE]).tolist():
-            self._frames.setdefault(row, []).append(observations.take([row]))
+        for row in np.flatnonzero(running[: self._rows]).tolist():
+            frame = observations.take([row])
+            self._frames.setdefault(row, []).append(frame)
+            self._bytes += sum(image.nbytes for image in frame.images.values())
+        while self._bytes > MOST_BYTES and len(self._frames) > 1:
+            self._rows = max(self._frames)
+            dropped = self._frames.pop(self._rows)
+            self._bytes -= sum(image.nbytes for frame in dropped for image in frame.images.values())
 
     def end(self, seeds: np.ndarray, outcomes: Outcomes) -> None:
         for row, frames in self._frames.items():
@@ -42,7 +49,7 @@ class Films:
             if row < len(seeds) and self._number[kind] < OF_EACH:
                 self._number[kind] += 1
                 self._save(self.folder / f"{kind}-{seeds[row]}.gif", frames, kind, float(outcomes.returns[row]))
-        self._frames = {}
+        self._frames, self._bytes = {}, 0
 
     def _save(self, file: Path, frames: list[Observations], kind: str, score: float) -> None:
         label = f"{frames[0].instruction[0]}: {kind}, return {score:.2f}"
