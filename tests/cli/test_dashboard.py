@@ -484,7 +484,14 @@ def test_the_command_prints_the_address_with_its_token_serves_and_ends_on_ctrl_c
     import urllib.request
 
     command = [sys.executable, "-m", "vla_stream.cli.main", "dashboard", "--run", keys.run, "--redis", redis_url]
-    process = subprocess.Popen([*command, "--port", "0"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*command, "--port", "0"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+        # A shell that runs the tests in the background has it ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
