@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,7 +47,7 @@ class StreamFile:
         from vla_stream.broker.tail import Tail
 
         self.file, self._tell, self._ours, self._writable = file, tell, ours, True
-        self._tail = Tail(client, stream, last_id(load(file)))
+        self._tail = Tail(client, stream, last_id(each(file)))
 
     def read(self) -> Iterator[Record]:
         """New records, in order, moved as they are asked for. Raises what UNREACHABLE lists."""
@@ -124,16 +125,21 @@ def append(file: Path, records: Iterable[Mapping[str, object]]) -> None:
     )
 
 
-def load(file: Path) -> list[Record]:
-    """All records of a file; a line that was cut off by a crash, or damaged, is left out."""
-    records: list[Record] = []
+def each(file: Path) -> Iterator[Record]:
+    """The records of a file, which may be larger than memory; a line that was cut off by a crash, or damaged, is left
+    out."""
     with contextlib.suppress(OSError):
         for record in lines.read(file):
-            records.append({name: value for name, value in record.items() if isinstance(value, str | int | float)})
-    return records
+            yield {name: value for name, value in record.items() if isinstance(value, str | int | float)}
 
 
-def last_id(records: Sequence[Record]) -> str:
-    """The stream's id of the newest of these that came from it; `0-0` where none did."""
-    ids = [str(record.get("id", "")) for record in records[-READ_AT_ONCE:]]
-    return next((found for found in reversed(ids) if ENTRY_ID.fullmatch(found)), "0-0")
+def load(file: Path) -> list[Record]:
+    """All of them."""
+    return list(each(file))
+
+
+def last_id(records: Iterable[Record]) -> str:
+    """The stream's id of the newest of these that came from it; `0-0` where none of the last did."""
+    newest = deque(records, maxlen=READ_AT_ONCE)
+    ids = (str(record.get("id", "")) for record in reversed(newest))
+    return next((found for found in ids if ENTRY_ID.fullmatch(found)), "0-0")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter, deque
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -128,9 +129,13 @@ class Watch:
 
     def _read_file(self, file: Path) -> str:
         """What the launcher has kept of the metrics, where this is its host; returns the stream's id to go on after."""
-        kept = samples.load(file)
-        self._add(kept)
-        return samples.last_id(kept)
+
+        def added() -> Iterator[Record]:
+            for record in samples.each(file):
+                self._add([record])
+                yield record
+
+        return samples.last_id(added())
 
     def _follow_metrics(self) -> None:
         for _ in range(samples.READS_IN_A_ROW):
