@@ -20,6 +20,7 @@ from vla_stream.broker.complaints import Garbled
 from vla_stream.broker.connection import UNREACHABLE, Client, ResponseError, connect
 from vla_stream.cli import samples
 from vla_stream.flow import Flow, FlowState
+from vla_stream.learning import checkpoint
 from vla_stream.streams import presence
 from vla_stream.streams.keys import Keys
 
@@ -165,7 +166,7 @@ def test_a_run_survives_kills_refuses_a_twin_drains_on_ctrl_c_and_resumes(
     assert list(client.scan_iter(match=keys.everything_pattern)) == []
     assert not list(Path("/dev/shm").glob(f"*{run_name}*"))
 
-    newest = max(int(path.name) for path in (shell.folder / "runs" / run_name / "checkpoints").iterdir())
+    newest = max(int(path.name) for path in checkpoint.places(shell.folder / "runs" / run_name / "checkpoints"))
     code, shown = shell.call("run", "mini.yaml", *where, "--resume", "--updates", str(newest + 2))
     assert code == 0, shown
     summary = json.loads((shell.folder / "runs" / run_name / "summary.json").read_text())
