@@ -304,7 +304,7 @@ def test_f47_resume_goes_on_from_the_checkpoint_before_a_damaged_one_and_says_so
     assert updates == [1, 2, 2]
     assert f"policy   {policy.parent.relative_to(shell.folder)}" in shown
 
-    for place in (folder / "checkpoints").iterdir():
+    for place in checkpoint.places(folder / "checkpoints"):
         (place / "meta.json").unlink()
     code, shown = shell.call(*arguments, "--resume")
     (told,) = (line for line in shown.splitlines() if line.startswith("Error: "))
