@@ -114,7 +114,9 @@ class Line:
             case "nan":
                 return Observations(good.images, np.full_like(good.state, np.nan), good.instruction)
             case "poison":
-                return Observations(good.images, np.full_like(good.state, POISON), good.instruction)
+                state = good.state.copy()
+                state[np.flatnonzero(due)[0]] = POISON  # of one slot alone, also where two begin at once
+                return Observations(good.images, state, good.instruction)
             case "shape":
                 return Observations(good.images, good.state[:, :2], good.instruction)
             case "dtype":

@@ -159,7 +159,7 @@ class OneBuffer(Healthy):
 class Dropout(Healthy):
     def _heads(self, observations: Observations) -> tuple[torch.distributions.Normal, Tensor]:
         normal, values = super()._heads(observations)
-        return torch.distributions.Normal(normal.mean * (1 + 1e-6 * torch.rand(())), normal.stddev), values
+        return torch.distributions.Normal(normal.mean * (1 + 1e-5 * torch.rand(())), normal.stddev), values
 
 
 class ForgetsAStatistic(Healthy):

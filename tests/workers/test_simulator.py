@@ -198,10 +198,10 @@ def test_admission_bounds_what_is_in_flight(make: Make) -> None:
 
 def test_a_backend_that_steps_only_as_a_whole_takes_permits_for_all_slots_or_none(make: Make, run: Run) -> None:
     line = {"name": "fakes:LineWhole", "max_steps": 12, "options": {}}
-    bench = make(environment=line, trainer__segments_per_update=1, flow__max_staleness=0)
-    assert bench.states == [State.IDLE, State.IDLE] and bench.worker.state == "waiting: full"
-    run.client.hset(run.keys.flow, "max_staleness", 1)
-    bench.until(lambda: bench.states == [State.ASKED, State.ASKED])
+    bench = make(environment=line, simulators__slots=3, trainer__segments_per_update=1, flow__max_staleness=1)
+    assert bench.states == [State.IDLE] * 3 and bench.worker.state == "waiting: full"
+    run.client.hset(run.keys.flow, "max_staleness", 2)
+    bench.until(lambda: bench.states == [State.ASKED] * 3)
 
 
 def test_f15_a_repeated_reply_is_dropped(make: Make) -> None:

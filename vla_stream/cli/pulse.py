@@ -12,7 +12,7 @@ from statistics import fmean
 from vla_stream.cli.samples import Record, number
 
 WINDOW_S = 10.0
-MOST_WORKERS = 10_000
+MOST_WORKERS = 1000
 MOMENT_S = 1e-3  # no record covers less, whatever it says
 ROLES = ("simulator", "generator", "trainer")
 # What the stages of a role's meter are to it: work, waiting for what it takes in, being held back from giving more.
@@ -39,7 +39,7 @@ class Pulse:
     def __init__(self, window_s: float = WINDOW_S) -> None:
         self.window_s, self.now_s = window_s, 0.0
         self._began_s: float | None = None
-        self._seconds: deque[Record] = deque()  # one per worker and second
+        self._seconds: deque[Record] = deque(maxlen=10 * MOST_WORKERS)  # one per worker and second
         self._last: dict[str, Record] = {}  # of each worker: a trainer in a long update says nothing meanwhile
         self._updates: deque[Record] = deque(maxlen=11)
 
