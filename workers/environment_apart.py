@@ -95,7 +95,8 @@ class BatchApart:
         except BaseException:
             self.close()
             raise
-        self._images = LateImages((), None)
+        self._name = config.environment.name
+        self._images = LateImages(self._name, (), None)
 
     def reset(self, mask: np.ndarray, seeds: np.ndarray) -> Observations:
         self._images.expire()
@@ -105,7 +106,7 @@ class BatchApart:
         self._images.expire()
         arrays, meta = self._child.ask("step", {"actions": actions, "active": active})
         flags = {name: arrays.pop(name) for name in FLAGS}
-        self._images = LateImages(self.specification.cameras, self._look)
+        self._images = LateImages(self._name, self.specification.cameras, self._look)
         return StepResult(replace(self._observations(arrays, meta), images=self._images), **flags)
 
     def close(self) -> None:

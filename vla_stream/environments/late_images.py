@@ -11,10 +11,14 @@ from vla_stream.errors import EnvironmentFailed
 
 
 class LateImages(Mapping[str, np.ndarray]):
-    """{camera: u8[B, height, width, 3]} of one moment, all drawn at the first look, which must be before `expire`."""
+    """{camera: u8[B, height, width, 3]} of one moment, all drawn at the first look, which must be before `expire`.
 
-    def __init__(self, cameras: Collection[str], draw: Callable[[], Mapping[str, np.ndarray]] | None) -> None:
-        self._cameras, self._draw = cameras, draw
+    simulator: its name, for the error of a look that comes too late."""
+
+    def __init__(
+        self, simulator: str, cameras: Collection[str], draw: Callable[[], Mapping[str, np.ndarray]] | None
+    ) -> None:
+        self._simulator, self._cameras, self._draw = simulator, cameras, draw
         self._images: Mapping[str, np.ndarray] | None = None
 
     def expire(self) -> None:
@@ -26,7 +30,9 @@ class LateImages(Mapping[str, np.ndarray]):
             raise KeyError(camera)
         if self._images is None:
             if self._draw is None:
-                raise EnvironmentFailed("an image is read after the next step or reset; read it before")
+                raise EnvironmentFailed(
+                    f"{self._simulator}: an image is read after the next step or reset; read it before"
+                )
             self._images = self._draw()
         return self._images[camera]
 

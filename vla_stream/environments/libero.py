@@ -97,7 +97,7 @@ class Libero:
         self.specification = Specification(dict.fromkeys(CAMERAS, size), STATE_DIMS, ACTION_DIMS)
         self._steps = 0
         self._running = False
-        self._images = LateImages(CAMERAS, None)
+        self._images = LateImages("libero", CAMERAS, None)
         self._observations = Observations.blank(self.specification, 1)
         self._task, self._env = self._tasks[0], _make(self._tasks[0])
 
@@ -122,7 +122,7 @@ class Libero:
         or a row that ended."""
         check_actions("libero", actions, active, 1, ACTION_DIMS)
         if not active[0]:
-            return one_row(self._observations, 0.0, success=False, truncated=False)
+            return one_row(self._observations, 0.0, terminated=False, truncated=False, success=False)
         if not self._running:
             raise EnvironmentFailed("libero: step of a row that is not running; reset it first")
         action = actions[0].clip(-1, 1)
@@ -135,7 +135,9 @@ class Libero:
         self._steps += 1
         truncated = self._steps >= self.max_steps and not success
         self._running = not (success or truncated)
-        return one_row(self._observations, float(success), success=bool(success), truncated=truncated)
+        return one_row(
+            self._observations, float(success), terminated=bool(success), truncated=truncated, success=bool(success)
+        )
 
     def close(self) -> None:
         """Release the simulator. Idempotent."""
@@ -161,7 +163,7 @@ class Libero:
     def _observe(self, raw: Mapping[str, np.ndarray]) -> Observations:
         hand = raw["robot0_eef_pos"], axis_angle(raw["robot0_eef_quat"]), raw["robot0_gripper_qpos"]
         state = np.concatenate(hand).astype(np.float32)
-        self._images = LateImages(CAMERAS, self._draw)
+        self._images = LateImages("libero", CAMERAS, self._draw)
         return Observations(self._images, state[None], [self._task.sentence])
 
     def _draw(self) -> Mapping[str, np.ndarray]:

@@ -30,6 +30,8 @@ import numpy as np
 from pydantic import Field
 
 from vla_stream.config import Section
+from vla_stream.environments.late_images import LateImages
+from vla_stream.environments.one_row import one_row
 from vla_stream.environments.protocol import Observations, Specification, StepResult
 from vla_stream.errors import EnvironmentFailed, InputError
 
@@ -124,10 +126,10 @@ class ManiSkill:
         try:
             actions = self._action_dims()
             size = (options.camera_size, options.camera_size)
-            cameras = dict.fromkeys(self._env.get_sensor_params() if options.image else (), size)
-            self._frame = _Frame(self._env, cameras)
+            self._cameras = dict.fromkeys(self._env.get_sensor_params() if options.image else (), size)
+            self._images = LateImages("maniskill", self._cameras, None)
             self._observations = self._reset(0)
-            self.specification = Specification(cameras, self._observations.state.shape[1], actions)
+            self.specification = Specification(self._cameras, self._observations.state.shape[1], actions)
         except Exception:
             self.close()
             raise
@@ -145,7 +147,7 @@ class ManiSkill:
         Success ends the episode. Raises EnvironmentFailed on a bad action, a non-finite outcome, or a row that ended.
         """
         if not active[0]:
-            return self._result(0.0, terminated=False, truncated=False, success=False)
+            return one_row(self._observations, 0.0, terminated=False, truncated=False, success=False)
         if not self._running:
             raise EnvironmentFailed(f"{self._options.task}: step of a row that is not running; reset it first")
         action = np.asarray(actions, dtype=np.float32)
@@ -155,7 +157,7 @@ class ManiSkill:
                 f"{self._options.task}: action {np.array2string(action, threshold=16)} of shape {action.shape}, "
                 f"expected finite numbers of shape {expected}"
             )
-        self._frame.expire()
+        self._images.expire()
         with _failing_as(f"{self._options.task}: step failed"):
             raw, reward, terminated, _, info = self._env.step(_tensor(action))
         self._observations = self._observe(raw)
@@ -164,7 +166,8 @@ class ManiSkill:
         ended = bool(terminated[0]) or success
         truncated = self._steps >= self.max_steps and not ended
         self._running = not (ended or truncated)
-        return self._result(self._reward(float(reward[0]), success), ended, truncated, success)
+        paid = self._reward(float(reward[0]), success)
+        return one_row(self._observations, paid, terminated=ended, truncated=truncated, success=success)
 
     def close(self) -> None:
         """Release the simulator. Idempotent."""
@@ -203,7 +206,7 @@ class ManiSkill:
     def _reset(self, seed: int) -> Observations:
         # The simulator's generators take 32 bits; the seed sequence mixes all 64 of ours into them.
         short = int(np.random.SeedSequence(seed).generate_state(1)[0])
-        self._frame.expire()
+        self._images.expire()
         with _failing_as(f"{self._options.task}: reset failed"):
             raw, info = self._env.reset(seed=short)
             if self._options.reward == "differenced":
@@ -229,8 +232,14 @@ class ManiSkill:
         state = np.concatenate([_numpy(part).reshape(1, -1) for part in parts], axis=1, dtype=np.float32)
         if not np.isfinite(state).all():
             raise EnvironmentFailed(f"{self._options.task}: the state holds numbers that are not finite")
-        self._frame = _Frame(self._env, self._frame.cameras)
-        return Observations(self._frame, state, [self._instruction])
+        self._images = LateImages("maniskill", self._cameras, self._draw)
+        return Observations(self._images, state, [self._instruction])
+
+    def _draw(self) -> dict[str, np.ndarray]:
+        """What the cameras see now: {camera: u8[1, size, size, 3]}."""
+        with _failing_as("maniskill: cannot render"):
+            sensors = self._env.get_sensor_images()
+        return {name: _numpy(sensors[name]["rgb"]) for name in self._cameras}
 
     def _action_dims(self) -> int:
         space = self._env.single_action_space
@@ -240,45 +249,6 @@ class ManiSkill:
                 "box from -1 to 1; choose a normalised controller such as pd_ee_delta_pos or pd_joint_delta_pos"
             )
         return int(space.shape[0])
-
-    def _result(self, reward: float, terminated: bool, truncated: bool, success: bool) -> StepResult:
-        return StepResult(
-            observations=self._observations,
-            reward=np.array([reward], np.float32),
-            terminated=np.array([terminated]),
-            truncated=np.array([truncated]),
-            success=np.array([success]),
-        )
-
-
-class _Frame(Mapping[str, np.ndarray]):
-    """What the cameras see now: {camera: u8[1, size, size, 3]}, rendered at the first look."""
-
-    def __init__(self, env: Any, cameras: Mapping[str, tuple[int, int]]) -> None:
-        self.cameras = cameras
-        self._env = env
-        self._images: dict[str, np.ndarray] | None = None
-
-    def expire(self) -> None:
-        """The simulator moves on: what was not looked at is gone."""
-        self._env = None
-
-    def __getitem__(self, camera: str) -> np.ndarray:
-        if camera not in self.cameras:
-            raise KeyError(camera)
-        if self._images is None:
-            if self._env is None:
-                raise EnvironmentFailed("maniskill: an image is read after the next step or reset; read it before")
-            with _failing_as("maniskill: cannot render"):
-                sensors = self._env.get_sensor_images()
-            self._images = {name: _numpy(sensors[name]["rgb"]) for name in self.cameras}
-        return self._images[camera]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.cameras)
-
-    def __len__(self) -> int:
-        return len(self.cameras)
 
 
 def pick_cube_action(cube: np.ndarray, tool: np.ndarray, goal: np.ndarray, held: bool) -> np.ndarray:

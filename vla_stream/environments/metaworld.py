@@ -148,7 +148,7 @@ class MetaWorld:
         self._steps = 0
         self._running = False
         self._shaping: float | None = None
-        self._images = LateImages((), None)
+        self._images = LateImages("metaworld", (), None)
         self._observations = Observations.blank(self.specification, 1)
         self._raw = np.zeros(STATE_DIMS)
         self._simulator = _Simulator(self._tasks[0], options, max_steps)
@@ -173,7 +173,7 @@ class MetaWorld:
         Success ends the episode. Raises EnvironmentFailed on a bad action, or a row that ended."""
         check_actions("metaworld", actions, active, 1, ACTION_DIMS)
         if not active[0]:
-            return one_row(self._observations, 0.0, success=False, truncated=False)
+            return one_row(self._observations, 0.0, terminated=False, truncated=False, success=False)
         if not self._running:
             raise EnvironmentFailed("metaworld: step of a row that is not running; reset it first")
         self._images.expire()
@@ -183,7 +183,7 @@ class MetaWorld:
         truncated = self._steps >= self.max_steps and not success
         self._running = not (success or truncated)
         reward = self._reward(dense / MOST_REWARD, success)
-        return one_row(self._observations, reward, success=success, truncated=truncated)
+        return one_row(self._observations, reward, terminated=success, truncated=truncated, success=success)
 
     def expert_actions(self) -> np.ndarray:
         """Next action f32[1, 4] of Meta-World's own scripted policy for the task; it looks at the present state."""
@@ -205,7 +205,7 @@ class MetaWorld:
 
     def _observe(self) -> Observations:
         state = self._raw[: self.specification.state_dims].astype(np.float32)
-        self._images = LateImages(self.specification.cameras, self._simulator.draw)
+        self._images = LateImages("metaworld", self.specification.cameras, self._simulator.draw)
         return Observations(self._images, state[None], [TASKS[self._simulator.task]])
 
 

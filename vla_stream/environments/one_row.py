@@ -11,12 +11,14 @@ from vla_stream.environments.protocol import Observations, StepResult
 from vla_stream.errors import EnvironmentFailed, InputError
 
 
-def one_row(observations: Observations, reward: float, *, success: bool, truncated: bool) -> StepResult:
-    """The result of a step of one row, which success ends."""
+def one_row(
+    observations: Observations, reward: float, *, terminated: bool, truncated: bool, success: bool
+) -> StepResult:
+    """The result of a step of one row."""
     return StepResult(
         observations=observations,
         reward=np.array([reward], np.float32),
-        terminated=np.array([success]),
+        terminated=np.array([terminated]),
         truncated=np.array([truncated]),
         success=np.array([success]),
     )

@@ -74,7 +74,7 @@ class RoboCasa:
         self.rows, self.max_steps = rows, max_steps
         self._options = options
         self._env: Any = _make(options)
-        self._images = LateImages(CAMERAS, None)
+        self._images = LateImages("robocasa", CAMERAS, None)
         self._steps = 0
         self._running = False
         size = (options.camera_size, options.camera_size)
@@ -101,7 +101,7 @@ class RoboCasa:
         or a row that ended."""
         check_actions("robocasa", actions, active, 1, self.specification.action_dims)
         if not active[0]:
-            return one_row(self._observations, 0.0, success=False, truncated=False)
+            return one_row(self._observations, 0.0, terminated=False, truncated=False, success=False)
         if not self._running:
             raise EnvironmentFailed("robocasa: step of a row that is not running; reset it first")
         self._images.expire()
@@ -112,7 +112,7 @@ class RoboCasa:
         self._steps += 1
         truncated = self._steps >= self.max_steps and not success
         self._running = not (success or truncated)
-        return one_row(self._observations, float(success), success=success, truncated=truncated)
+        return one_row(self._observations, float(success), terminated=success, truncated=truncated, success=success)
 
     def close(self) -> None:
         """Release the simulator. Idempotent."""
@@ -133,7 +133,7 @@ class RoboCasa:
 
     def _observe(self, raw: Mapping[str, np.ndarray], sentence: str) -> Observations:
         state = np.concatenate([np.asarray(raw[name]).ravel() for name in STATE]).astype(np.float32)
-        self._images = LateImages(CAMERAS, self._draw)
+        self._images = LateImages("robocasa", CAMERAS, self._draw)
         return Observations(self._images, state[None], [sentence])
 
     def _draw(self) -> Mapping[str, np.ndarray]:
