@@ -25,6 +25,7 @@ from workers.supervisor import Notice, Supervisor
 TESTS = Path(__file__).parents[1]
 DEADLINE_S = 50.0
 UPDATES = 8
+SLOTS = 2
 LAST_WORD = "that was all"
 
 pytestmark = pytest.mark.timeout(90)
@@ -69,7 +70,7 @@ def drive(run: Run) -> list[Notice]:
     run.start(
         updates=UPDATES,
         environment={"name": "fakes:LinePairs", "max_steps": 12, "options": {}},
-        simulators={"count": 2, "slots": 2, "envs_per_slot": 2, "segment": {"steps": 3}},
+        simulators={"count": 2, "slots": SLOTS, "envs_per_slot": 2, "segment": {"steps": 3}},
         trainer__checkpoint_every=3,
         broker={"lane": "redis", "inline_below_bytes": 0},
         flow__lease_s=0.5,
@@ -78,9 +79,15 @@ def drive(run: Run) -> list[Notice]:
     supervisor = Supervisor(run.url, run.name, run.folder, lease_s=0.5, environment=environment)
     told: list[Notice] = []
     with contextlib.closing(supervisor):
-        for role, count in (("trainer", 1), ("generator", 2), ("simulator", 2)):
-            supervisor.launch(role, count)
         deadline_s = time.monotonic() + DEADLINE_S
+        supervisor.launch("trainer", 1)
+        supervisor.launch("simulator", 2)
+        # All updates may else be made of what one simulator sends before the other has begun.
+        while run.client.xlen(run.keys.obs_requests) < 2 * SLOTS:
+            assert time.monotonic() < deadline_s, (told, run.events())
+            told += supervisor.step()
+            time.sleep(0.02)
+        supervisor.launch("generator", 2)
         while "trainer-0" not in supervisor.finished:
             assert time.monotonic() < deadline_s, (told, run.events())
             told += supervisor.step()

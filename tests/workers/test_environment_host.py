@@ -59,6 +59,12 @@ def finish(host: Host) -> Outcome:
     return outcome
 
 
+def stop(child: int) -> None:
+    """Until it stands still: one that is told to stop goes on sending for as long as somebody takes what it sends."""
+    os.kill(child, signal.SIGSTOP)
+    os.waitid(os.P_PID, child, os.WSTOPPED)
+
+
 def reset(host: Host, mask: np.ndarray = ALL) -> Outcome:
     host.start_reset(mask, SEEDS)
     return finish(host)
@@ -182,14 +188,14 @@ def test_f40_a_process_that_is_stopped_holds_nobody_up_for_longer_than_one_that_
     assert not chunk(host).failed.any()
     stopped = host._children[0].pid
     if when == "before it reads":
-        os.kill(stopped, signal.SIGSTOP)
+        stop(stopped)
     started_s = time.monotonic()
     host.start_chunk(np.zeros((ROWS, 100_000, 2), dtype=np.float32), ALL, ~ALL, SEEDS)
     if when == "while it sends":
         # The chunk ends with the episode. As long as nobody reads, what is there to be read is not all of the answer.
         assert wait(host.waitables()[:1], timeout=DEADLINE_S)
         started_s = time.monotonic()
-        os.kill(stopped, signal.SIGSTOP)
+        stop(stopped)
     outcome = finish(host)
     assert time.monotonic() - started_s < deadline_s + 2.0
     assert outcome.failed.tolist() == [True, True, False, False]
