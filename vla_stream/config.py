@@ -244,6 +244,22 @@ class Evaluation(Section):
     )
 
 
+class Allocation(Section):
+    """Other numbers of the workers that `run` started, in mid-run, as `vla-stream scale` changes them by hand.
+
+    The rule stands in cli/allocation.py."""
+
+    most_simulators: Count = Field(ge=1, description="Simulators at most.")
+    most_generators: Count = Field(ge=1, description="Generators at most.")
+    least_simulators: Count = Field(default=1, ge=1, description="Simulators at least.")
+    least_generators: Count = Field(default=1, ge=1, description="Generators at least.")
+    together: Count | None = Field(
+        default=None,
+        ge=2,
+        description="Both together at most, where each takes a device: what one gets is taken from the other.",
+    )
+
+
 class Tracking(Section):
     tensorboard: bool = Field(default=False, description="Event files for TensorBoard in runs/<name>/tensorboard.")
     wandb: str | None = Field(default=None, min_length=1, description="Project at Weights & Biases.")
@@ -272,6 +288,7 @@ class Config(Section):
     broker: Broker = Broker()
     pretrain: Pretrain | None = None
     evaluation: Evaluation = Evaluation()
+    allocation: Allocation | None = None
     tracking: Tracking = Tracking()
 
     @property
@@ -408,9 +425,31 @@ def cross_check(config: Config) -> list[str]:
         )
     problems += _algorithm_problems(config)
     problems += _task_problems(config)
+    problems += _allocation_problems(config)
     if config.policy.init_from is not None and config.pretrain is not None:
         problems.append(
             "policy.init_from and pretrain are both set; remove one, since both say where the first weights come from"
+        )
+    return problems
+
+
+def _allocation_problems(config: Config) -> list[str]:
+    limits = config.allocation
+    if limits is None:
+        return []
+    problems = []
+    for role, count in (("simulators", config.simulators.count), ("generators", config.generators.count)):
+        least, most = getattr(limits, f"least_{role}"), getattr(limits, f"most_{role}")
+        if not least <= count <= most:
+            problems.append(
+                f"{role}.count is {count} but allocation.least_{role} is {least} and allocation.most_{role} {most}; "
+                "set count between them"
+            )
+    both = config.simulators.count + config.generators.count
+    if limits.together is not None and both > limits.together:
+        problems.append(
+            f"simulators.count and generators.count are {both} but allocation.together is {limits.together}; lower "
+            "one of them, or raise together"
         )
     return problems
 

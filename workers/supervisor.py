@@ -164,7 +164,7 @@ class Supervisor:
     def scale(self, role: str, count: int) -> None:
         """Have so many workers of a role: start the missing ones, ask the newest to finish what they have begun and
         leave. Raises as `launch`."""
-        staying = [child for child in self.children.values() if child.role == role and not child.asked]
+        staying = self.staying(role)
         self.launch(role, max(0, count - len(staying)))
         for child in staying[count:]:
             if child.process is None:
@@ -172,6 +172,10 @@ class Supervisor:
             else:
                 child.asked = True
                 send_signal(child.process, signal.SIGTERM)
+
+    def staying(self, role: str) -> list[Child]:
+        """Its workers here, without those that were asked to leave."""
+        return [child for child in self.children.values() if child.role == role and not child.asked]
 
     def step(self) -> list[Notice]:
         """One round: reap, restart, look for silent workers and missing roles, sweep. Returns what happened."""

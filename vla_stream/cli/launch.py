@@ -14,6 +14,7 @@ from typing import Literal
 from vla_stream.broker.connection import REDIS_ERRORS, UNREACHABLE, Client, address, check_server, connect
 from vla_stream.broker.server import EmbeddedServer
 from vla_stream.broker.tail import Tail
+from vla_stream.cli.allocation import Allocator
 from vla_stream.cli.display import Display
 from vla_stream.cli.finish import newest_update
 from vla_stream.cli.progress import Progress
@@ -24,7 +25,7 @@ from vla_stream.cli.trackers import Trackers
 from vla_stream.config import Config
 from vla_stream.environments.protocol import Specification
 from vla_stream.errors import InputError, RunFailed
-from vla_stream.flow import Desired, Flow, FlowState, LastSeen
+from vla_stream.flow import SCALABLE, Desired, Flow, FlowState, LastSeen
 from vla_stream.streams import notices, presence
 from vla_stream.streams.keys import Keys
 from vla_stream.streams.notices import one_line
@@ -86,8 +87,10 @@ class Launch:
         self._next_beat_s = self._next_look_s = self._next_types_s = 0.0
         self._last: LastSeen | None = None
         self._specification: Specification | None = None
-        self._claimed = self._silent = False
+        self._claimed = self._silent = self._all_running = False
         self._scaled: dict[str, int] = {}  # as done last
+        self._allocator = None if config.allocation is None else Allocator(config.allocation)
+        self._next_allocation_s = 0.0
         self._started_ms = int(time.time() * 1000)
 
     def __enter__(self) -> Launch:
@@ -147,6 +150,7 @@ class Launch:
             state = self.beat()
             if not supervisor.draining:
                 self._scale(state, supervisor)
+                self._allocate(state, supervisor)
                 ended = self._reason_to_end(state, supervisor)
                 if ended is not None:
                     ending = ended
@@ -161,9 +165,29 @@ class Launch:
                 with contextlib.suppress(*UNREACHABLE):  # the next look tries it again
                     supervisor.scale(role, count)
                     self._scaled[role] = count
-                    sentence = f"{count} {role}{'' if count == 1 else 's'} from now on, as somebody asked for"
-                    self.display.tell(sentence)
-                    notices.say(self.client, self.keys, LAUNCHER, "scaled", sentence)
+                    self._say("scaled", f"{count} {role}{'' if count == 1 else 's'} from now on, as somebody asked for")
+                    if self._allocator is not None:
+                        self._allocator.forget()
+
+    def _allocate(self, state: FlowState | None, supervisor: Supervisor) -> None:
+        """Follow the config's `allocation`."""
+        if self._allocator is None or time.monotonic() < self._next_allocation_s:
+            return
+        self._next_allocation_s = time.monotonic() + BEAT_S
+        counts = {role: len(supervisor.staying(role)) for role in SCALABLE}
+        working = state is not None and state.desired == "running" and not self._unreachable
+        move = self._allocator.decide(counts, working and self._all_running)
+        if move is None:
+            return
+        with contextlib.suppress(*UNREACHABLE):  # what is missing then is measured, and added, like anything else
+            for role, count in move.counts.items():
+                supervisor.scale(role, count)
+            self._say("allocated", move.why)
+
+    def _say(self, kind: str, sentence: str) -> None:
+        self._told.append(sentence)
+        self.display.tell(sentence)
+        notices.say(self.client, self.keys, LAUNCHER, kind, sentence)
 
     def _reason_to_end(self, state: FlowState | None, supervisor: Supervisor) -> Ending | None:
         """Looks for one, and begins to drain when there is one."""
@@ -220,9 +244,7 @@ class Launch:
         if time.monotonic() >= self._next_types_s:
             self._next_types_s = time.monotonic() + BEAT_S
             for sentence in self.flow.remove_strangers():
-                self._told.append(sentence)
-                self.display.tell(sentence)
-                notices.say(self.client, self.keys, LAUNCHER, "removed", sentence)
+                self._say("removed", sentence)
 
     def _create_anew(self) -> FlowState | None:
         """The server was restarted or flushed: the segments it held are lost, workers and checkpoints are not."""
@@ -239,7 +261,10 @@ class Launch:
             self._take_records()
 
     def _take_records(self) -> None:
-        self.progress.add(self._trackers.add(self.metrics.read()))
+        records = self._trackers.add(self.metrics.read())
+        self.progress.add(records)
+        if self._allocator is not None:
+            self._allocator.pulse.add(records)
         if self.config.trace:
             for _ in self._trace.read():
                 pass
@@ -321,6 +346,9 @@ class Launch:
         self.progress.queue_depth = int(self.client.xlen(self.keys.obs_requests))
         there = presence.alive(self.client, self.keys)
         self.progress.workers = {role: sum(item.role == role for item in there) for role in ROLES}
+        self._all_running = all(
+            item.state.startswith(("running", "waiting")) for item in there if item.role in SCALABLE
+        )
         self.progress.trainer_state = next((item.state for item in there if item.role == "trainer"), "")
         notices.trim(self.client, self.keys)
         self._show_events()
