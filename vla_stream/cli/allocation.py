@@ -1,6 +1,6 @@
 """How many simulators and generators a run should have, by where its time goes. Pure: time comes with the records.
 
-The rule: the role that is at work all of the time gets as many more workers as the others could keep up with. What a
+The rule: the role that the other one waits for gets as many more workers as the others could keep up with. What a
 change brought is measured; one that brought nothing is undone, and not tried again for a while. So a wrong guess (no
 more processors, a device that two workers share) costs one change and back, and nothing swings.
 """
@@ -17,6 +17,7 @@ from vla_stream.config import Allocation
 WINDOW_S = 5.0  # at least, and at least as long as two updates
 ROOM = 0.9  # of the time that a role shall be at work once the others have grown
 HELD = 0.5  # simulators that are held back for longer than this are too many
+PRESSED = 0.5  # more of a role are of use only if those there do not wait for longer than this for the other one
 IDLE = 0.4  # a role that would be at work for less than this, with one worker less, has one too many
 GAIN = 0.02  # of the environment steps per second: less is not a gain, for a change that was to bring one
 LOSS = 0.05  # more is one, for a change that was to save a worker
@@ -99,26 +100,24 @@ class Allocator:
         )
 
     def _change(self, counts: Mapping[str, int], shares: Mapping[str, Shares], now_s: float) -> Move | None:
-        simulator, generator, trainer = (shares[role] for role in ("simulator", "generator", "trainer"))
-        keeps_up = max(trainer.work, 0.01)
-        if trainer.work >= LIMITS or simulator.output >= HELD:
+        # Not the time at work: on busy processors a worker that always has something to do is slow at everything else.
+        pressed = {role: 1 - share.input for role, share in shares.items()}
+        if pressed["trainer"] >= LIMITS or shares["simulator"].output >= HELD:
             return self._save(counts, shares, now_s)
-        if generator.work >= LIMITS:
-            role, why = "generator", f"generators are at work {generator.work:.0%} of the time"
-            slots = (simulator.work + simulator.output) * counts["simulator"] / self._most["simulator"]
-            factor = ROOM / max(keeps_up, slots)
-        else:
-            role, why = "simulator", f"generators wait {generator.input:.0%} of the time for requests"
-            factor = ROOM / max(keeps_up, generator.work * counts["generator"] / self._most["generator"])
-        if now_s < self._in_vain.get((role, 1), 0.0):
-            return None
-        wanted = min(self._most[role], math.ceil(counts[role] * factor))
-        after = {**counts, role: max(counts[role], wanted)}
-        if self.limits.together is not None:
-            after = self._share_out(after, role, counts[role], shares[OTHER[role]])
-        if after[role] <= counts[role]:
-            return None
-        return self._try(counts, after, (role, 1), why, saves=False)
+        for role in sorted(OTHER, key=lambda role: pressed[role], reverse=True):
+            other = OTHER[role]
+            if pressed[role] < PRESSED or now_s < self._in_vain.get((role, 1), 0.0):
+                continue
+            factor = ROOM / max(pressed["trainer"], pressed[other] * counts[other] / self._most[other], 0.01)
+            wanted = min(self._most[role], math.ceil(counts[role] * factor))
+            after = {**counts, role: max(counts[role], wanted)}
+            if self.limits.together is not None:
+                after = self._share_out(after, role, counts[role], shares[other])
+            if after[role] > counts[role]:
+                waits = f"{100 * shares[role].input:.0f} %", f"{100 * shares[other].input:.0f} %"
+                why = f"{role}s wait for {other}s {waits[0]} of the time, the other way {waits[1]}"
+                return self._try(counts, after, (role, 1), why, saves=False)
+        return None
 
     def _share_out(self, after: dict[str, int], role: str, before: int, other: Shares) -> dict[str, int]:
         """Within `together`: what one role gets, the other gives, as long as it can serve so many more."""
@@ -141,9 +140,9 @@ class Allocator:
         for role, surplus in too_many.items():
             if surplus and counts[role] > self._least[role] and now_s >= self._in_vain.get((role, -1), 0.0):
                 why = (
-                    f"simulators are held back {simulator.output:.0%} of the time"
+                    f"simulators are held back {100 * simulator.output:.0f} % of the time"
                     if role == "simulator"
-                    else f"generators are at work {generator.work:.0%} of the time"
+                    else f"generators are at work {100 * generator.work:.0f} % of the time"
                 )
                 return self._try(counts, {**counts, role: counts[role] - 1}, (role, -1), why, saves=True)
         return None
