@@ -157,7 +157,9 @@ def test_a_run_gets_the_simulators_that_it_lacks_and_says_so(
     monkeypatch.delenv("VLA_STREAM_REDIS", raising=False)
     assert call(["run", "mine.yaml", "--run", "grows", "--plain"]) == 0
     shown = capsys.readouterr().out
-    assert "1 generator and 3 simulators instead of 1 generator and 1 simulator: simulators wait for generators " in shown, shown
+    assert (
+        "1 generator and 3 simulators instead of 1 generator and 1 simulator: simulators wait for generators " in shown
+    ), shown
     records = [json.loads(line) for line in (tmp_path / "runs/grows/metrics.jsonl").read_text().splitlines()]
     assert {record["worker"] for record in records if record.get("role") == "simulator"} >= {
         f"simulator-{i}" for i in range(3)
