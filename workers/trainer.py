@@ -493,7 +493,8 @@ def serve(worker: Worker, config: Config) -> None:
         return
     device = torch_device(worker.device or config.trainer.device)
     worker.device = str(device)
-    with worker.long_step("warm start"):
+    begins = not checkpoint.places(config.run_dir / CHECKPOINTS)
+    with worker.long_step("warm start" if begins and config.pretrain is not None else "loading"):
         learner = make_learner(config, specification, device, lambda text: worker.say("warm start", text))
     trainer = Trainer(worker, config, specification, learner)
     worker.patiently(trainer.start)

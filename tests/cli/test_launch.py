@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -174,6 +175,30 @@ def test_events_of_others_are_told_once_and_noise_of_one_kind_is_held_back(
         launch.beat()
     told = [line for line in capsys.readouterr().out.splitlines() if "update 0" not in line]
     assert [line[9:] for line in told] == ["trainer-0: warm start in 3 s", "simulator-0: segment 0"]
+
+
+def test_another_number_of_workers_is_told_once(
+    config: Config, redis_url: str, signals: Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with make(config, redis_url, signals) as launch, contextlib.closing(_Scaled(redis_url, config)) as supervisor:
+        launch.flow.set_scale("generator", 2, by="test")
+        for _ in range(2):
+            launch._scale(launch.flow.state(), supervisor)
+            launch._next_beat_s = 0.0
+            launch.beat()
+    told = [line[9:] for line in capsys.readouterr().out.splitlines() if "generators from now on" in line]
+    assert told == ["2 generators from now on, as somebody asked for"] and supervisor.asked == [("generator", 2)]
+
+
+class _Scaled(Supervisor):
+    """Remembers what it was asked for."""
+
+    def __init__(self, url: str, config: Config) -> None:
+        super().__init__(url, config.name, config.runs_dir)
+        self.asked: list[tuple[str, int]] = []
+
+    def scale(self, role: str, count: int) -> None:
+        self.asked.append((role, count))
 
 
 def test_f27_what_anybody_writes_for_people_floods_neither_the_terminal_nor_the_server_nor_the_file(

@@ -114,6 +114,23 @@ def test_status_and_top_say_what_holds_the_run_up(
     assert "700 env-steps/s" in shown and "286" in shown and "5 █" in shown
 
 
+def test_in_a_pipe_no_sentence_and_no_line_of_a_table_is_broken(
+    client: Client,
+    keys: Keys,
+    where: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    host = "a-host-whose-name-is-long.cluster.example"
+    client.hset(keys.worker("simulator-0"), mapping={"role": "simulator", "host": host, "state": "waiting: no weights"})
+    for command in (["status"], ["top", "--once"]):
+        assert call([*command, *where]) == 0
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("simulator-0")]
+        assert host in line and line.rstrip().endswith("waiting: no weights")
+    assert " 0 " not in line, "a simulator has no weights, so no version"
+
+
 def test_f27_what_anybody_wrote_into_a_stream_breaks_no_command_and_no_terminal(
     client: Client, keys: Keys, where: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from vla_stream.cli.main import call
 from vla_stream.cli.options import find_target
 from vla_stream.cli.pools import split_devices
 from vla_stream.errors import InputError
@@ -34,6 +35,18 @@ def test_of_several_runs_one_must_be_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"demo, demo-2 run here, expected exactly one; give --run NAME"):
         find_target(None, None, tmp_path)
     assert find_target("demo-2", None, tmp_path).url == "unix:///b"
+
+
+def test_a_run_whose_launcher_was_killed_is_not_taken_for_one_that_lives(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "socket").touch()
+    write_url(tmp_path, "demo", "unix:///gone/redis.sock")
+    write_url(tmp_path, "demo-2", f"unix://{tmp_path}/socket")
+    assert find_target(None, None, tmp_path).run == "demo-2"
+    assert call(["status", "--run", "demo", "--runs", str(tmp_path)]) == 2
+    shown = capsys.readouterr().err
+    assert "run demo: its server is gone, as after a kill -9 of its launcher; go on with: vla-stream run" in shown
 
 
 @pytest.mark.parametrize("name", ["a\nb", "a b", "../x", "", "a\n"])

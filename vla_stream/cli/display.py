@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -11,8 +12,10 @@ from typing import TYPE_CHECKING, Protocol
 from vla_stream.cli.progress import Progress
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
+PIPE_COLUMNS = 250
 PLAIN_LINE_S = 5.0
 LIMIT_S = 30.0
 GONE = contextlib.suppress(OSError)  # a terminal or pipe whose other end is gone: a run does not end with it
@@ -30,6 +33,16 @@ class Display(Protocol):
 
     def close(self) -> None:
         """Leave the terminal as it was. Idempotent."""
+
+
+def console_for_a_look() -> Console:
+    """For output that ends at once: into a pipe or file it has lines as long as they are."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = PIPE_COLUMNS
+    return console
 
 
 def make_display(*, plain: bool = False) -> Display:

@@ -53,7 +53,13 @@ def target_options(command: Command) -> Command:
 
     @functools.wraps(command)
     def with_target(*args: Any, run_name: str | None, redis_url: str | None, runs_dir: Path, **others: Any) -> Any:
-        return command(*args, target=find_target(run_name, redis_url, runs_dir), **others)
+        target = find_target(run_name, redis_url, runs_dir)
+        if not (redis_url or os.environ.get(URL_VARIABLE) or server_may_live(target.url)):
+            raise InputError(
+                f"run {target.run}: its server is gone, as after a kill -9 of its launcher; go on with: "
+                f"vla-stream run CONFIG... --run {target.run} --resume"
+            )
+        return command(*args, target=target, **others)
 
     return cast(Command, run_options(cast(Any, with_target)))
 
@@ -72,7 +78,9 @@ def find_run(run: str | None, runs_dir: Path) -> str:
     from vla_stream.config import RUN_NAME
 
     if run is None:
-        here = sorted(path.parent.name for path in runs_dir.glob(f"*/{URL_FILE}"))
+        files = sorted(runs_dir.glob(f"*/{URL_FILE}"))
+        living = [path for path in files if server_may_live(path.read_text(encoding="utf-8").strip())]
+        here = [path.parent.name for path in living or files]
         if len(here) != 1:
             found = f"{', '.join(here)} run here" if here else f"no run in {runs_dir}/ is alive"
             raise InputError(f"--run: not given and {found}, expected exactly one; give --run NAME")
@@ -96,6 +104,11 @@ def find_target(run: str | None, url: str | None, runs_dir: Path) -> Target:
                 f"give --redis URL or set {URL_VARIABLE}"
             ) from exc
     return Target(run, url, runs_dir)
+
+
+def server_may_live(url: str) -> bool:
+    """False where the socket is gone: an embedded server goes with its run, any other may come back at any time."""
+    return not url.startswith("unix://") or Path(url.removeprefix("unix://").partition("?")[0]).exists()
 
 
 def follow_launcher() -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
-from vla_stream.cli.options import Target, connected, explained, target_options
+from vla_stream.cli.options import Target, connected, explained, server_may_live, target_options
 from vla_stream.errors import InputError, RunFailed
 
 if TYPE_CHECKING:
@@ -153,9 +152,7 @@ class _RunsEnd:
             self._next_word_s = now_s + STILL_WAITING_S
             return _ending(self._target.run, state)
         self._gone_since_s = self._gone_since_s or now_s
-        # An embedded server goes with its run, and its socket with it; another server may come back at any time.
-        socket_gone = self._target.url.startswith("unix://") and not _socket(self._target.url).exists()
-        if now_s - self._gone_since_s > GONE_S and (reachable or socket_gone):
+        if now_s - self._gone_since_s > GONE_S and (reachable or not server_may_live(self._target.url)):
             return f"run {self._target.run} is gone from its server; its workers end"
         if now_s > self._next_word_s:
             self._next_word_s = now_s + STILL_WAITING_S
@@ -165,7 +162,3 @@ class _RunsEnd:
 
 def _ending(run: str, state: FlowState) -> str | None:
     return f"run {run} is {state.desired}; its workers end" if state.desired in ("draining", "stopped") else None
-
-
-def _socket(url: str) -> Path:
-    return Path(url.removeprefix("unix://").partition("?")[0])

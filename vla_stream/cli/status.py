@@ -32,10 +32,9 @@ def status(target: Target, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(found))
         return
-    from rich.console import Console
+    from vla_stream.cli.display import console_for_a_look
 
-    flow = found["flow"]
-    console = Console(highlight=False)
+    flow, console = found["flow"], console_for_a_look()
     console.print(
         f"run {target.run}: {flow['desired']}, update {flow['update']} of {found['updates']}, "
         f"weights version {flow['version']}, trainer epoch {flow['epoch']}",
@@ -128,7 +127,8 @@ def _workers_table(workers: list[dict[str, Any]]) -> Table:
     for name in ("worker", "host", "pid", "device", "version", "progress", "alive", "work", "input", "held", "state"):
         table.add_column(name, justify="left" if name in left else "right")
     for worker in workers:
-        cells = [worker[name] for name in ("id", "host", "pid", "device", "version", "progress")]
+        cells = [worker[name] for name in ("id", "host", "pid", "device")]
+        cells += [worker["version"] or "", worker["progress"]]  # simulators have no weights
         shares = worker["shares"] or {}
         cells += [duration(worker["alive_s"]), *(share(shares.get(name)) for name in ("work", "input", "output"))]
         cells.append(worker["state"])

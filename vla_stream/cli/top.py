@@ -33,12 +33,12 @@ def top(target: Target, every: float, once: bool) -> None:
 
     Ctrl-C ends it; the run goes on.
     """
-    from rich.console import Console
     from rich.live import Live
 
+    from vla_stream.cli.display import console_for_a_look
     from vla_stream.cli.status import look
 
-    console = Console(highlight=False)
+    console = console_for_a_look()
     with connected(target.url) as client:
         first = _screen(*look(client, target.run))
         if once or not console.is_terminal:
@@ -91,7 +91,7 @@ def _workers(found: dict[str, Any], pulse: Pulse) -> Table:
         last, shares = pulse.last(worker["id"]), worker["shares"] or {}
         done, seconds = number(last, metric), number(last, "seconds")
         rate = count(done / seconds) if done is not None and seconds else ""
-        cells = [worker["id"], worker["host"], worker["version"]]
+        cells = [worker["id"], worker["host"], worker["version"] or ""]
         cells += [share(shares.get(name)) for name in ("work", "input", "output")]
         cells += [rate, unit if rate else "", decimal(number(last, "cpu")), count(number(last, "memory_mb"))]
         table.add_row(*(Text(str(cell)) for cell in (*cells, worker["state"])))
