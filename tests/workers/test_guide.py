@@ -1,4 +1,4 @@
-"""The session with redis-cli of workers/README.md, played against a live run: each command prints what is said there."""
+"""The session with redis-cli of workers/README.md, played against a live run: each command prints what it should."""
 
 from __future__ import annotations
 

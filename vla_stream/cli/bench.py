@@ -20,6 +20,7 @@ BENCHMARKS: Mapping[str, str] = {
     "rollout": "Stragglers, waits of requests, and our own cost per request, without a trainer.",
     "broker": "Round trips and bytes per second of each lane, beside raw limits.",
     "weights": "A generator's stall per version and the bytes of a delta, beside a blocking reload.",
+    "metrics": "What workers' metrics cost, in one run with and without them.",
     "peers": "Environment steps per second beside sample-factory, training included.",
 }
 
