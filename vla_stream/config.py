@@ -68,6 +68,11 @@ class Policy(Section):
     init_from: PlainPath | None = Field(
         default=None, description="Checkpoint folder to start from; takes the place of `pretrain`."
     )
+    python: PlainPath | None = Field(
+        default=None,
+        description="Interpreter that has what the policy needs, for example .venvs/lerobot/bin/python: that of "
+        "generators, trainer and eval. Default: this one.",
+    )
     options: dict[str, Any] = Field(default_factory=dict, description="Options of that policy; see its file.")
 
 
@@ -304,6 +309,12 @@ class Config(Section):
         """T, the most chunk steps that a segment can have."""
         segment = self.simulators.segment
         return self.chunk_steps_per_episode if segment == "episode" else segment.steps
+
+    @property
+    def interpreters(self) -> dict[str, Path]:
+        """Those of roles whose workers do not run in the launcher's own."""
+        named = {"simulator": self.simulators.python, "generator": self.policy.python, "trainer": self.policy.python}
+        return {role: python for role, python in named.items() if python is not None}
 
     @property
     def slots_in_all(self) -> int:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
-from vla_stream.config import Environment, parse
+from vla_stream.config import Environment, Policy, parse
 from vla_stream.errors import InputError
 
 if TYPE_CHECKING:
@@ -79,6 +79,14 @@ def checked_environment(environment: Environment, subject: str = "environment.op
     if hasattr(cls, "check_installed"):
         cls.check_installed(options)
     return cls, options
+
+
+def checked_policy(policy: Policy) -> tuple[Any, Any]:
+    """The policy's class and its Options, once the class finds all that it needs. Raises InputError."""
+    cls = load_class(POLICIES, policy.name)
+    if hasattr(cls, "check_installed"):
+        cls.check_installed()
+    return cls, parse_options(cls, policy.options, "policy.options")
 
 
 def make_batch(environment: Environment, rows: int) -> EnvironmentBatch:

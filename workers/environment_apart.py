@@ -7,8 +7,6 @@ person: `check`, `eval`, `demos`.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,18 +14,15 @@ from typing import Any, ClassVar, Literal, cast
 
 import numpy as np
 
-from vla_stream import __version__, plugins, tasks
+from vla_stream import plugins, tasks
 from vla_stream.config import Config
 from vla_stream.environments.conformance import Report
 from vla_stream.environments.late_images import LateImages
 from vla_stream.environments.protocol import EnvironmentBatch, Observations, StepResult
-from vla_stream.errors import InputError
 from vla_stream.streams.observations import checked_observations
-from workers import environment_probe
+from workers import environment_probe, interpreters
 from workers.environment_host import Child
 from workers.environment_process import FLAGS
-
-REMEDY = "give one with vla-stream and the simulator in it, such as tools/setup makes in .venvs/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +50,8 @@ def ask(config: Config, question: Literal["look", "try"] = "look") -> About:
         # As for a reset: a simulator that is imported only for its version may take long, but not for ever.
         limit_s = config.simulators.start_deadline_s if question == "look" else None
         described = json.dumps({task: environment.model_dump(mode="json") for task, environment in parts.items()})
-        answer = _answer(python, question, described, limit_s)
-        if environment_probe.REFUSED in answer:
-            raise InputError(str(answer[environment_probe.REFUSED]))
+        module, limit_key = environment_probe.__name__, "simulators.start_deadline_s"
+        answer = interpreters.ask(python, "simulators.python", module, question, described, limit_s, limit_key)
         reports = {task: Report(**report) for task, report in answer.get("reports", {}).items()}
     return About(
         answer["class_name"], answer["rows_per_process"], answer["whole_batch"], tuple(answer["offers"]), reports
@@ -127,32 +121,3 @@ class BatchApart:
 
 def _plain(name: str) -> Any:
     return lambda batch: batch.ask_plain(name)
-
-
-def _answer(python: Path, question: str, described: str, limit_s: float | None) -> dict[str, Any]:
-    subject = f"simulators.python is {str(python)!r}"
-    command = [str(python), "-m", environment_probe.__name__, question]
-    try:
-        done = subprocess.run(
-            command, input=described, capture_output=True, text=True, errors="replace", timeout=limit_s, check=False
-        )
-    except OSError as exc:
-        raise InputError(f"{subject}: {exc.strerror}; {REMEDY}") from exc
-    except subprocess.TimeoutExpired as exc:
-        raise InputError(
-            f"{subject}: no answer within simulators.start_deadline_s, {exc.timeout:g} s; raise it, or {REMEDY}"
-        ) from exc
-    lines = [line for line in done.stderr.splitlines() if line.strip()]
-    try:
-        answer: dict[str, Any] = json.loads(done.stdout)
-        if not isinstance(answer, dict) or not ({"version", environment_probe.REFUSED} & answer.keys()):
-            raise ValueError("no answer of ours")
-    except ValueError as exc:
-        last = lines[-1].strip()[:300] if lines else f"it said nothing and ended with code {done.returncode}"
-        raise InputError(f"{subject}: cannot run vla-stream there ({last}); {REMEDY}") from exc
-    if answer.get("version", __version__) != __version__:
-        raise InputError(
-            f"{subject}: has vla-stream {answer['version']}, expected {__version__} as in {sys.executable}; "
-            "install the same in both"
-        )
-    return answer

@@ -8,21 +8,17 @@ Answers one line of JSON on stdout. `look`: what `About` holds; `try`: also what
 from __future__ import annotations
 
 import json
-import os
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from vla_stream import __version__, plugins
+from vla_stream import plugins
 from vla_stream.config import Environment
 from vla_stream.environments.conformance import Report, check_environment
 from vla_stream.environments.protocol import EnvironmentBatch
 from vla_stream.errors import InputError
+from workers import interpreters
 from workers.environment_process import PLAIN
-from workers.lifeline import die_with_parent
-
-REFUSED = "refused"
 
 
 def look(parts: Mapping[str, Environment]) -> dict[str, Any]:
@@ -36,7 +32,6 @@ def look(parts: Mapping[str, Environment]) -> dict[str, Any]:
                     f"{environment.name}: lacks {name}, a part of EnvironmentBatch; see environments/protocol.py"
                 )
     return {
-        "version": __version__,
         "class_name": cls.__name__,
         "rows_per_process": cls.rows_per_process,
         "whole_batch": cls.whole_batch,
@@ -55,20 +50,14 @@ def try_out(environment: Environment) -> Report:
     return check_environment(make, cls.rows_per_process, environment.max_steps)
 
 
-def main() -> None:
-    die_with_parent(os.getppid())
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # simulators print when they are imported
-    parts = {task: Environment.model_validate(part) for task, part in json.load(sys.stdin).items()}
-    try:
-        answer = look(parts)
-        if sys.argv[1] == "try":
-            answer["reports"] = {task: asdict(try_out(environment)) for task, environment in parts.items()}
-    except InputError as exc:
-        answer = {REFUSED: str(exc)}
-    with answers:
-        json.dump(answer, answers)
+def answer(question: str, text: str) -> dict[str, Any]:
+    """To `look` or `try`."""
+    parts = {task: Environment.model_validate(part) for task, part in json.loads(text).items()}
+    about = look(parts)
+    if question == "try":
+        about["reports"] = {task: asdict(try_out(environment)) for task, environment in parts.items()}
+    return about
 
 
 if __name__ == "__main__":
-    main()
+    interpreters.reply(answer)

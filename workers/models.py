@@ -37,8 +37,7 @@ def make_policy(config: Config, specification: Specification, device: torch.devi
     """The configured policy, freshly initialised. Raises InputError.
 
     A warm start's own seed decides its first weights too: the same one for every seed of the run."""
-    cls = plugins.load_class(plugins.POLICIES, config.policy.name)
-    options = plugins.parse_options(cls, config.policy.options, "policy.options")
+    cls, options = plugins.checked_policy(config.policy)
     torch.manual_seed(config.seed if config.pretrain is None else config.pretrain.seed)
     policy: Policy = cls(options, specification, config.policy.chunk)
     if isinstance(policy, torch.nn.Module):

@@ -90,12 +90,11 @@ class _Timer:
         return True
 
 
-def worker_command(role: str, run: str, worker_id: str, simulators_python: Path | None = None) -> list[str]:
+def worker_command(role: str, run: str, worker_id: str, interpreters: Mapping[str, Path] | None = None) -> list[str]:
     """The command line of a worker. The URL is not in it, since it may hold a password.
 
-    simulators_python: the interpreter of simulators, and so of their environments' processes; None: this one."""
-    python = simulators_python if role == "simulator" and simulators_python else sys.executable
-    return [str(python), "-m", f"workers.{role}", run, worker_id]
+    interpreters: by role; a simulator's is that of its environments' processes, too. Others run in this one."""
+    return [str((interpreters or {}).get(role, sys.executable)), "-m", f"workers.{role}", run, worker_id]
 
 
 class Supervisor:

@@ -31,11 +31,12 @@ def check(configs: tuple[Path, ...], overrides: tuple[str, ...], conformance: bo
     import yaml
 
     from vla_stream import config as settings
+    from workers import policy_apart
 
     config = settings.load(configs, overrides)
     check_classes(config)
     check_files(config)
-    check_policy_options(config)
+    policy_apart.look(config)
     click.echo(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True), nl=False)
     click.echo(f"\n{summary(config)}")
     for note in settings.notes(config):
@@ -49,16 +50,10 @@ def check(configs: tuple[Path, ...], overrides: tuple[str, ...], conformance: bo
 def try_out(config: Config, *, everything: bool) -> None:
     """Whether the environment and the policy keep their protocols, in words; of those that the project brings, too,
     with `everything`. Raises InputError, one line per problem."""
-    import torch
-
-    from vla_stream import plugins, tasks
+    from vla_stream import tasks
     from vla_stream.environments.conformance import Report
-    from vla_stream.policies.conformance import check_policy
-    from vla_stream.policies.protocol import Policy
-    from workers import environment_apart
-    from workers.models import torch_device
+    from workers import environment_apart, policy_apart
 
-    torch.set_num_threads(1)
     environment, problems = config.environment, list[str]()
 
     def tell(name: str, report: Report) -> None:
@@ -75,32 +70,14 @@ def try_out(config: Config, *, everything: bool) -> None:
         first = tasks.config_for(config, tasks.names(environment)[0])
         with contextlib.closing(environment_apart.make_batch(first, 1)) as batch:
             specification = batch.specification
-        device = torch_device(config.generators.device)
-        made = plugins.load_class(plugins.POLICIES, config.policy.name)
-        parsed = plugins.parse_options(made, config.policy.options, "policy.options")
-
-        def make_policy() -> Policy:
-            policy: Policy = made(parsed, specification, config.policy.chunk)
-            if isinstance(policy, torch.nn.Module):
-                policy.to(device)
-            return policy
-
-        tell(f"policy {config.policy.name}", check_policy(make_policy, specification, config.policy.chunk))
+        tell(f"policy {config.policy.name}", policy_apart.try_out(config, specification))
     if problems:
         raise InputError("\n".join(problems))
 
 
-def check_policy_options(config: Config) -> None:
-    """The policy's class and options, whatever that imports. Raises InputError."""
-    from vla_stream import plugins
-
-    policy = plugins.load_class(plugins.POLICIES, config.policy.name)
-    plugins.parse_options(policy, config.policy.options, "policy.options")
-
-
 def check_classes(config: Config) -> None:
-    """Classes that the config names, the environment's options, and the simulators' interpreter, where this host needs
-    them. The policy's are left to its workers: reading them may import torch. Raises InputError."""
+    """Classes that the config names, the environment's options, and the interpreter of simulators, where this host
+    needs them. The policy's are for `check_policy`: reading them may import torch. Raises InputError."""
     from vla_stream import plugins, tasks
     from vla_stream.cli.trackers import check_installed
 
@@ -114,10 +91,17 @@ def check_classes(config: Config) -> None:
         tasks.check_whole_batch(config, environment_apart.ask(config).whole_batch)
 
 
+def check_policy(config: Config) -> None:
+    """The policy's interpreter, and its files: they must be there, and whole. Raises InputError."""
+    # Pays for torch. Without a file or another interpreter its workers are early enough.
+    if config.policy.python is not None or config.policy.options.get("checkpoint") is not None:
+        from workers import policy_apart
+
+        policy_apart.look(config)
+
+
 def check_files(config: Config) -> None:
-    """What a run starts from must be there, and whole. Raises InputError."""
-    if config.policy.options.get("checkpoint") is not None:
-        check_policy_options(config)  # pays for torch; without such a file its workers are early enough
+    """What a run starts from, beside the policy's own files, must be there. Raises InputError."""
     start = config.policy.init_from
     if start is not None and not start.is_dir():
         raise InputError(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,10 +62,13 @@ def evaluate(
     or instruction. Equal seeds give equal numbers."""
     follow_launcher()
     override = word_replacement(replace) if replace else None
+    from vla_stream import config as settings
+    from vla_stream.cli.elsewhere import at_the_policy
+
+    config = at_the_policy(settings.load(configs, overrides))
     import numpy as np
     import torch
 
-    from vla_stream import config as settings
     from vla_stream import evaluation, tasks
     from vla_stream.cli.films import Films
     from vla_stream.streams.notices import one_line
@@ -72,7 +77,6 @@ def evaluate(
     from workers.trainer import load_policy
 
     torch.set_num_threads(1)
-    config = settings.load(configs, overrides)
     place = find_checkpoint(checkpoint)
     films = None if video is None else Films(video)
     number = episodes or max(1, config.evaluation.episodes)
@@ -84,7 +88,8 @@ def evaluate(
         try:
             tasks.check_shapes(shapes, task, batch.specification)
             if policy is None:
-                policy = make_policy(config, batch.specification, torch_device(config.generators.device))
+                with contextlib.redirect_stdout(sys.stderr):  # models print when they are made
+                    policy = make_policy(config, batch.specification, torch_device(config.generators.device))
                 load_policy(policy, place)
 
             def progress(done: int, _: int, before: int = played) -> None:

@@ -124,7 +124,7 @@ class Launch:
             lease_s=self.config.flow.lease_s,
             watch_roles=True,
             shm=self.flow.shm_folder(),
-            command=partial(worker_command, simulators_python=self.config.simulators.python),
+            command=partial(worker_command, interpreters=self.config.interpreters),
         )
         counts = {"trainer": 1, "generator": self.config.generators.count, "simulator": self.config.simulators.count}
         for role in ROLES:

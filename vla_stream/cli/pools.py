@@ -84,10 +84,10 @@ def _attach(role: str, target: Target, count: int, devices: str, allowed: tuple[
         flow = Flow(client, Keys(target.run))
         config = flow.config()
         state, shm = flow.state(), flow.shm_folder()
-        python = config.simulators.python
-        if role == "simulator" and python is not None and str(python.absolute()) != sys.executable:
+        python = config.interpreters.get(role)
+        if python is not None and str(python.absolute()) != sys.executable:
             # Not taken from there: what Redis holds is not to decide which program a host starts.
-            click.echo(f"note: the run's own simulators use {python}, these use {sys.executable}")
+            click.echo(f"note: the run's own {role}s use {python}, these use {sys.executable}")
         if state is None or state.desired in ("draining", "stopped"):
             raise InputError(f"run {target.run}: is ending, expected one that goes on; nothing is attached")
     with Signals() as signals, explained(target.url):

@@ -26,14 +26,16 @@ def replay(run: str, update: int, runs_dir: Path) -> None:
     folder = runs_dir / run
     if not (folder / CONFIG_FILE).is_file():
         raise InputError(f"{folder}: holds no run, expected its {CONFIG_FILE}; give --runs DIR")
+    from vla_stream import config as settings
+    from vla_stream.cli.elsewhere import at_the_policy
+
+    config = at_the_policy(settings.load([folder / CONFIG_FILE]))
     import torch
 
-    from vla_stream import config as settings
     from workers import records
     from workers.models import torch_device
     from workers.trainer import make_learner
 
-    config = settings.load([folder / CONFIG_FILE])
     # The folder may have been moved since.
     config = config.model_copy(update={"name": run, "runs_dir": runs_dir})
     record = records.read(folder / records.RECORDS, update)

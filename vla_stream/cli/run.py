@@ -47,22 +47,24 @@ def run(
     """
     from vla_stream import config as settings
     from vla_stream import tasks
-    from vla_stream.cli.check import check_classes, check_files
+    from vla_stream.cli.check import check_classes, check_files, check_policy
     from vla_stream.cli.display import make_display
     from vla_stream.cli.folder import RunFolder
 
     config = settings.load(configs, [*overrides, *([f"updates={updates}"] if updates else [])])
-    if inline and config.simulators.python is not None:
-        raise InputError(
-            f"--inline: simulators.python is {str(config.simulators.python)!r}, but one process has one interpreter; "
-            "leave out --inline, or install policy and simulator together and add --set simulators.python=null"
-        )
+    for key, python in (("simulators.python", config.simulators.python), ("policy.python", config.policy.python)):
+        if inline and python is not None:
+            raise InputError(
+                f"--inline: {key} is {str(python)!r}, but one process has one interpreter; "
+                f"leave out --inline, or install policy and simulator together and add --set {key}=null"
+            )
     if inline and (left_out := tasks.left_out(config, 1)):
         raise InputError(
             f"--inline: its one simulator has no environment batch for {', '.join(left_out)}; raise "
             "simulators.env_batches, since each batch plays one of environment.tasks"
         )
     check_classes(config)
+    check_policy(config)
     if not resume:
         check_files(config)
     url = url or os.environ.get(URL_VARIABLE) or None

@@ -1,0 +1,36 @@
+"""Commands that need the policy in their own process go on in `policy.python`, where that names another interpreter."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vla_stream.config import Config
+
+_CALLER = "VLA_STREAM_CALLER"  # the interpreter that the command was called in
+
+
+def at_the_policy(config: Config) -> Config:
+    """The config as seen from the policy's interpreter, once this process runs it: until then this does not return, but
+    starts the command there, under the same process id. Raises InputError if the policy cannot be made there."""
+    caller = os.environ.pop(_CALLER, None)
+    python = config.policy.python
+    if python is None:
+        return config
+    if caller is None:
+        from workers import policy_apart
+
+        policy_apart.look(config)
+        command = [str(python), "-m", "vla_stream.cli.main", *sys.argv[1:]]
+        os.execve(python, command, {**os.environ, _CALLER: sys.executable})
+    # "This one", where the config names none for simulators, is still the one that the person called.
+    simulators = {"python": config.simulators.python or Path(caller)}
+    return config.model_copy(
+        update={
+            "policy": config.policy.model_copy(update={"python": None}),
+            "simulators": config.simulators.model_copy(update=simulators),
+        }
+    )
