@@ -158,7 +158,7 @@ def test_the_cameras_of_the_option_are_seen_in_its_order() -> None:
 
 def slow_logprobs(policy: Pi0, observations: Observations, extras: dict[str, np.ndarray]) -> np.ndarray:
     """NUMERICS' formula number by number; the velocity by transformers' forward, without a cache of the prefix."""
-    steps, chain, given = policy._options.denoising_steps, extras["chain"], inputs(policy, observations)
+    steps, chain, given = policy._flow.denoising_steps, extras["chain"], inputs(policy, observations)
     delta, result = 1 / steps, np.zeros((len(chain), CHUNK, 3))
     for row, random_steps in enumerate(extras["random_steps"]):
         for k in random_steps:
@@ -179,7 +179,7 @@ def slow_logprobs(policy: Pi0, observations: Observations, extras: dict[str, np.
 
 def fixed_chain(policy: Pi0, rows: int) -> dict[str, np.ndarray]:
     """One that no network made, with each step as the random one of some row."""
-    steps = policy._options.denoising_steps
+    steps = policy._flow.denoising_steps
     chain = np.random.default_rng(3).standard_normal((rows, steps + 1, CHUNK, 32))
     return {"chain": chain, "random_steps": np.arange(rows)[:, None] % steps}
 
