@@ -124,7 +124,7 @@ def read_statistics(file: Path) -> Statistics:
     else:
         names = ("state_mean", "state_std", "actions_mean", "actions_std")
         values = [data.get(name) for name in names]
-    arrays = [_vector(file, name, value) for name, value in zip(names, values, strict=True)]
+    arrays = [vector(file, name, value) for name, value in zip(names, values, strict=True)]
     for mean, std in ((0, 1), (2, 3)):
         if len(arrays[mean]) != len(arrays[std]):
             raise InputError(
@@ -151,7 +151,7 @@ def read_action_range(file: Path, robot: str | None) -> ActionRange:
         )
     about = sets[name].get("action") if isinstance(sets[name], dict) else None
     about = about if isinstance(about, dict) else {}
-    low, high = (_vector(file, f"{name}.action.{bound}", about.get(bound)) for bound in ("q01", "q99"))
+    low, high = (vector(file, f"{name}.action.{bound}", about.get(bound)) for bound in ("q01", "q99"))
     mask = about.get("mask", [True] * len(low))
     if not isinstance(mask, list) or not len(low) == len(high) == len(mask):
         raise InputError(
@@ -165,7 +165,8 @@ def constants_kept(std: np.ndarray) -> np.ndarray:
     return np.where(std < _SMALLEST_STD, 1.0, std).astype(np.float32)
 
 
-def _vector(file: Path, name: str, value: object) -> np.ndarray:
+def vector(file: Path, name: str, value: object) -> np.ndarray:
+    """A list of numbers read from the file, f32[n]. Raises InputError."""
     numbers = value if isinstance(value, Sequence) and not isinstance(value, str) else []
     if not numbers or not all(isinstance(number, int | float) and np.isfinite(number) for number in numbers):
         raise InputError(
