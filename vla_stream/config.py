@@ -19,11 +19,12 @@ from pydantic import BaseModel, Discriminator, Field, Tag, ValidationError
 from vla_stream import tasks
 from vla_stream.algorithm import Algorithm as Algorithm
 from vla_stream.errors import InputError
+from vla_stream.pretrain import MAX_SEED as MAX_SEED
+from vla_stream.pretrain import Pretrain as Pretrain
 from vla_stream.sections import Count, Decay, Milliseconds, PlainPath, Seconds
 from vla_stream.sections import Section as Section
 
 UNKNOWN_KEY = "extra_forbidden"  # pydantic's name of the error
-MAX_SEED = 2**63 - 1  # seeds.derive packs it into 8 bytes with a sign
 MAX_NUMBER = 10**12  # of updates, versions, tickets: Lua's tostring writes 1e+14 for what has more than 14 digits
 
 RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"
@@ -227,21 +228,6 @@ class Broker(Section):
     inline_below_bytes: Count = Field(default=32768, ge=0, description="Observations smaller than this travel inline.")
 
 
-class Pretrain(Section):
-    """Warm start by behaviour cloning, made once per run before the first update. All counts, no wall time."""
-
-    demos: PlainPath | None = Field(default=None, description="File of `vla-stream demos`; default: made on the spot.")
-    episodes: Count = Field(default=30, ge=1, description="Demonstrations to collect from the environment's expert.")
-    action_noise: float = Field(default=0.3, ge=0, description="Noise on executed actions; labels stay clean.")
-    seed: int = Field(default=0, ge=0, le=MAX_SEED, description="Seed of the demonstrations, scenes and minibatches.")
-    steps: Count = Field(default=400, ge=1, description="Gradient steps of behaviour cloning.")
-    batch: Count = Field(default=64, ge=1, description="Samples per gradient step.")
-    learning_rate: float = Field(default=1e-3, gt=0, description="AdamW's learning rate of behaviour cloning.")
-    grounding_scenes: Count = Field(default=0, ge=0, description="Random scenes for perception pre-training; 0: none.")
-    grounding_steps: Count = Field(default=600, ge=0, description="Gradient steps of perception pre-training.")
-    grounding_learning_rate: float = Field(default=3e-3, gt=0, description="Adam's first learning rate there.")
-
-
 class Evaluation(Section):
     episodes: Count = Field(default=200, ge=0, description="Held-out episodes before and after a run; 0: none.")
     seed: int = Field(
@@ -441,7 +427,7 @@ def cross_check(config: Config) -> list[str]:
         problems.append(
             "policy.init_from and pretrain are both set; remove one, since both say where the first weights come from"
         )
-    return problems
+    return problems + (config.pretrain.problems() if config.pretrain else [])
 
 
 def _allocation_problems(config: Config) -> list[str]:

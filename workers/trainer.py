@@ -23,7 +23,7 @@ from vla_stream.config import CHECKPOINTS, DEMONSTRATIONS, Config
 from vla_stream.environments.protocol import Specification
 from vla_stream.errors import BadMessage, Hopeless, InputError, NoSuchRun, RunFailed
 from vla_stream.evaluation import wilson_interval
-from vla_stream.learning import checkpoint, cloning
+from vla_stream.learning import checkpoint, cloning, recordings
 from vla_stream.learning.update import Learner, LearnerState, UpdateResult
 from vla_stream.policies.protocol import Policy
 from vla_stream.streams import presence
@@ -451,10 +451,7 @@ def make_learner(
     demonstrations = scenes = None
     imitates = config.algorithm.imitation_coefficient > 0
     if config.pretrain is not None and (needs_start or imitates):
-        path = config.pretrain.demos or config.run_dir / DEMONSTRATIONS
-        demonstrations, scenes = cloning.load_demonstrations(
-            path, config.environment.name, config.policy.chunk, specification
-        )
+        demonstrations, scenes = _demonstrations(config, specification)
     if needs_start and config.policy.init_from is not None:
         load_policy(policy, config.policy.init_from)
     elif needs_start and config.pretrain is not None and demonstrations is not None:
@@ -471,6 +468,15 @@ def make_learner(
             load_policy(reference, config.run_dir / CHECKPOINTS / FIRST)
     kept = demonstrations if imitates else None
     return Learner(policy, config.algorithm, config.trainer, config.seed, device, reference, kept)
+
+
+def _demonstrations(config: Config, specification: Specification) -> tuple[cloning.Demonstrated, cloning.Scenes | None]:
+    """What the section `pretrain` says. Raises InputError."""
+    assert config.pretrain is not None
+    if config.pretrain.data is not None:
+        return recordings.open_recordings(config, specification), None
+    path = config.pretrain.demos or config.run_dir / DEMONSTRATIONS
+    return cloning.load_demonstrations(path, config.environment.name, config.policy.chunk, specification)
 
 
 def load_policy(policy: Policy, folder: Path) -> None:

@@ -13,6 +13,7 @@ from vla_stream.errors import InputError
 
 if TYPE_CHECKING:
     from vla_stream.config import Config
+    from vla_stream.pretrain import Data
 
 
 @click.command()
@@ -111,6 +112,23 @@ def check_files(config: Config) -> None:
     demos = config.pretrain.demos if config.pretrain else None
     if demos is not None and not demos.is_file():
         raise InputError(f"pretrain.demos is {str(demos)!r}, no such file; make it with vla-stream demos")
+    if config.pretrain is not None and config.pretrain.data is not None:
+        _check_data(config, config.pretrain.data)
+
+
+def _check_data(config: Config, data: Data) -> None:
+    """Whether `pretrain.data` is what the environment shows and takes, which is made for that where this host has it.
+    Raises InputError."""
+    from vla_stream import tasks
+    from vla_stream.learning import recordings
+    from workers import environment_apart
+
+    if config.simulators.count == 0 and config.simulators.python is None:
+        recordings.open_source(data).close()  # others bring the environment, and the trainer looks at the rest
+        return
+    first = tasks.config_for(config, tasks.names(config.environment)[0])
+    with contextlib.closing(environment_apart.make_batch(first, 1)) as batch:
+        recordings.open_recordings(config, batch.specification).close()
 
 
 def summary(config: Config) -> str:

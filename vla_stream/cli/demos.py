@@ -40,6 +40,12 @@ def demos(configs: tuple[Path, ...], overrides: tuple[str, ...], output: Path) -
     if config.pretrain is None:
         raise InputError("pretrain: the config has no such section, expected one that says how many; add pretrain: {}")
 
+    if config.pretrain.data is not None:
+        raise InputError(
+            f"pretrain.data is {str(config.pretrain.data.path)!r}, which is imitated as it is; nothing is to be "
+            "recorded: remove it, or leave out vla-stream demos"
+        )
+
     def progress(stage: str, done: int, of: int) -> None:
         if done == of or done % max(1, of // 10) < ROWS:
             click.echo(f"{stage} {done}/{of}", err=True)

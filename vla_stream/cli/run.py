@@ -144,7 +144,7 @@ def _prepare(launch: Launch) -> None:
 
     pretrain, run_dir = launch.config.pretrain, launch.run_dir
     file = run_dir / DEMONSTRATIONS
-    if pretrain is None or pretrain.demos is not None or file.exists() or places(run_dir / CHECKPOINTS):
+    if pretrain is None or not pretrain.records or file.exists() or places(run_dir / CHECKPOINTS):
         return
     launch.progress.phase = f"recording {pretrain.episodes} demonstrations"
     logs = run_dir / "logs"

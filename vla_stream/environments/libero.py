@@ -35,7 +35,7 @@ from vla_stream.config import Section
 from vla_stream.environments.chunks import check_actions
 from vla_stream.environments.late_images import LateImages
 from vla_stream.environments.one_row import failing_as, one_row
-from vla_stream.environments.protocol import Observations, Specification, StepResult
+from vla_stream.environments.protocol import Observations, Recorded, Specification, StepResult
 from vla_stream.errors import EnvironmentFailed, InputError
 
 CAMERAS = ("agentview", "robot0_eye_in_hand")
@@ -80,6 +80,20 @@ class Libero:
 
     rows_per_process: ClassVar[int | None] = 1
     whole_batch: ClassVar[bool] = False
+
+    @classmethod
+    def recorded(cls, options: Options) -> Recorded:
+        """Of LIBERO's own demonstrations: robosuite's images as drawn, the gripper from -1, open, to 1, closed. In them
+        an observation is that after the action of the same number; they are taken as they are, one step of 50 ms late.
+        """
+        opens = options.gripper == "opens"
+        return Recorded(
+            images={"agentview": "agentview_rgb", "robot0_eye_in_hand": "eye_in_hand_rgb"},
+            state=("ee_pos", "ee_ori", "gripper_states"),
+            turned=True,
+            action_scale=(*(1.0,) * 6, -0.5) if opens else 1.0,
+            action_offset=(*(0.0,) * 6, 0.5) if opens else 0.0,
+        )
 
     @classmethod
     def check_installed(cls, options: Options) -> None:

@@ -7,7 +7,7 @@ Legend of shape suffixes, here and in the rest of the project:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Protocol, Self, runtime_checkable
 
 import numpy as np
@@ -86,6 +86,21 @@ class StepResult:
     success: np.ndarray
 
 
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """How files of demonstrations that a simulator's own project publishes differ from what its environment shows here.
+
+    images: camera → key in the file; state: keys, side by side; turned: images lie upside down, turned by 180°.
+    An action is the file's, times action_scale plus action_offset: one number, or one of each action dim.
+    """
+
+    images: Mapping[str, str] = field(default_factory=dict)
+    state: tuple[str, ...] = ()
+    turned: bool = False
+    action_scale: float | tuple[float, ...] = 1.0
+    action_offset: float | tuple[float, ...] = 0.0
+
+
 @runtime_checkable
 class EnvironmentBatch(Protocol):
     """B environments of one kind, stepped together. There is no autoreset: whoever steps decides when to reset.
@@ -93,7 +108,8 @@ class EnvironmentBatch(Protocol):
     A class also has the attribute `Options` (a pydantic model with a sentence per field, importable without the
     simulator's own packages) and is made as `Class(rows, max_steps, Options(...))`. It may have a class method
     `check_installed(options)`, which is called before any worker starts, takes seconds at most, and raises InputError
-    when the simulator's packages or the files of the chosen task are missing.
+    when the simulator's packages or the files of the chosen task are missing. Another one, `recorded(options)`, may say
+    what is `Recorded` in robomimic's HDF5 files of this simulator, without the simulator's packages.
     `rows` is B; `max_steps` is the horizon after which a row is truncated. `whole_batch` says that a subset cannot be
     stepped; `rows_per_process` bounds the rows that one process may hold (None: all of them).
     Observations are never written to afterwards; their images may be rendered only when they are read.

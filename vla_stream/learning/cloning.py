@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 import numpy as np
 import torch
@@ -33,9 +33,31 @@ Progress = Callable[[str, int, int], None]
 """Called with the stage's name, what is done, and of how much."""
 
 
+class Demonstrated(Protocol):
+    """N moments of demonstrated episodes, wherever they lie.
+
+    state: f32[N, S]. episodes: how many there were; successes: how many of them succeeded, None where nobody knows.
+    """
+
+    @property
+    def state(self) -> np.ndarray: ...
+
+    @property
+    def episodes(self) -> int: ...
+
+    @property
+    def successes(self) -> int | None: ...
+
+    def __len__(self) -> int:
+        """N."""
+
+    def take(self, rows: np.ndarray) -> tuple[Observations, np.ndarray, np.ndarray]:
+        """Of these moments: observations, actions f32[n, H, A], valid bool[n, H], as Demonstrations has them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Demonstrations:
-    """N moments of demonstrated episodes.
+    """N moments of demonstrated episodes, in memory.
 
     observations  what was seen, N rows
     actions       f32[N, H, A]: the expert's answers at that moment and the H-1 next ones, without the noise
@@ -51,6 +73,14 @@ class Demonstrations:
 
     def __len__(self) -> int:
         return len(self.observations)
+
+    @property
+    def state(self) -> np.ndarray:
+        return self.observations.state
+
+    def take(self, rows: np.ndarray) -> tuple[Observations, np.ndarray, np.ndarray]:
+        """See Demonstrated."""
+        return self.observations.take(rows), self.actions[rows], self.valid[rows]
 
     @classmethod
     def concatenate(cls, parts: Sequence[Demonstrations]) -> Self:
@@ -97,7 +127,7 @@ def collect_demonstrations(
     if not isinstance(batch, Expert):
         raise InputError(
             f"pretrain: environment {type(batch).__name__} has no expert_actions(), which demonstrations need; "
-            "remove the section pretrain or set pretrain.demos"
+            "remove the section pretrain, or set pretrain.demos or pretrain.data"
         )
     recorded = []
     for first, rows in _waves(episodes, batch):
@@ -139,7 +169,7 @@ def collect_scenes(batch: EnvironmentBatch, count: int, seed: int, progress: Pro
 
 def warm_start(
     policy: Policy,
-    demonstrations: Demonstrations,
+    demonstrations: Demonstrated,
     scenes: Scenes | None,
     pretrain: Pretrain,
     progress: Progress | None = None,
@@ -149,12 +179,11 @@ def warm_start(
     Deterministic for equal arguments, initial weights and one thread. Returns the mean losses of the last tenth of the
     steps. Raises InputError if there are scenes and the policy has no grounding_loss.
     """
-    metrics = {
-        "demonstrations": float(len(demonstrations)),
-        "expert_success": demonstrations.successes / demonstrations.episodes,
-    }
+    metrics = {"demonstrations": float(len(demonstrations))}
+    if demonstrations.successes is not None:
+        metrics["expert_success"] = demonstrations.successes / demonstrations.episodes
     if isinstance(policy, NormalisedPolicy):
-        state = demonstrations.observations.state.astype(np.float64)
+        state = demonstrations.state.astype(np.float64)
         policy.set_state_statistics(state.mean(0).astype(np.float32), state.std(0).astype(np.float32))
     parameters = [parameter for group in policy.parameter_groups().values() for parameter in group]
     if scenes is not None and pretrain.grounding_steps:
@@ -174,9 +203,7 @@ def warm_start(
         )
     metrics["imitation_loss"] = _train(
         torch.optim.AdamW(parameters, lr=pretrain.learning_rate),
-        lambda rows: policy.imitation_loss(
-            demonstrations.observations.take(rows), demonstrations.actions[rows], demonstrations.valid[rows]
-        ),
+        lambda rows: policy.imitation_loss(*demonstrations.take(rows)),
         _minibatches(len(demonstrations), pretrain.batch, pretrain.steps, derive("cloning", pretrain.seed)),
         pretrain.steps,
         progress=progress,

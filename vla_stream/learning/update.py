@@ -24,7 +24,7 @@ from vla_stream.errors import InputError
 from vla_stream.learning import objective
 from vla_stream.learning.advantages import RunningMoments, normalise
 from vla_stream.learning.beside import Beside
-from vla_stream.learning.cloning import Demonstrations
+from vla_stream.learning.cloning import Demonstrated
 from vla_stream.learning.samples import Samples, make_samples, parts, why_not_trainable
 from vla_stream.learning.segments import Segment
 from vla_stream.policies.protocol import Policy
@@ -110,7 +110,7 @@ class Learner:
         seed: int,
         device: torch.device | str = "cpu",
         reference: Policy | None = None,
-        demonstrations: Demonstrations | None = None,
+        demonstrations: Demonstrated | None = None,
     ) -> None:
         self.policy = policy
         self.algorithm = algorithm
@@ -351,7 +351,7 @@ class Learner:
         seed = seeds.derive("imitation", self.seed, self.updates_done, tally.optimiser_steps)
         rows = np.random.default_rng(seed).choice(len(known), size, replace=False)
         with self._draws(-1, tally.optimiser_steps):
-            loss = self.policy.imitation_loss(known.observations.take(rows), known.actions[rows], known.valid[rows])
+            loss = self.policy.imitation_loss(*known.take(rows))
         tally.imitated(loss)
         scaled = self.algorithm.imitation_coefficient * loss
         gradients = torch.autograd.grad(scaled, self._policy_parameters, allow_unused=True)
