@@ -100,5 +100,23 @@ class Choices(gymnasium.Env[np.ndarray, Any]):
         return np.zeros((16, 20, 1), np.uint8), 0.0, False, False, {}
 
 
+class Twin(gymnasium.Env[dict[str, Any], np.ndarray]):
+    """Another simulator with the shapes of `fakes:Line`."""
+
+    def __init__(self, numbers: int = 3) -> None:
+        self.observation_space = spaces.Dict(
+            {"eye": spaces.Box(0, 255, (16, 16, 3), np.uint8), "numbers": spaces.Box(-1, 1, (numbers,), np.float32)}
+        )
+        self.action_space = spaces.Box(-1, 1, (2,), np.float32)
+
+    def reset(self, *, seed: int | None = None, options: Info | None = None) -> tuple[Info, Info]:
+        super().reset(seed=seed)
+        return self.observation_space.sample(), {}
+
+    def step(self, action: np.ndarray) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
+        return self.observation_space.sample(), 1.0, False, False, {}
+
+
+gymnasium.register("Twin-v0", entry_point=Twin)
 gymnasium.register("Robot-v0", entry_point=Robot, max_episode_steps=1000)
 gymnasium.register("Choices-v0", entry_point=Choices)

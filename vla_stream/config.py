@@ -326,6 +326,14 @@ def load(paths: Sequence[Path | str], overrides: Iterable[str] = ()) -> Config:
     return validate(data, subject=", ".join(str(path) for path in paths))
 
 
+def with_environment(config: Config, path: Path) -> Config:
+    """The config of a run with another simulator: that of the section `environment` in a file. Raises InputError."""
+    section = _read(path).get("environment")
+    if section is None:
+        raise InputError(f"{path}: has no section environment, expected the simulator to attach; add it")
+    return validate(config.model_dump(mode="json") | {"environment": section}, subject=str(path))
+
+
 def validate(data: Mapping[str, Any], subject: str = "config") -> Config:
     """A checked Config from plain data, or InputError."""
     config = parse(Config, data, f"{subject}: ")

@@ -115,6 +115,18 @@ def check_shapes(seen: dict[str, Specification], name: str, specification: Speci
     seen[name] = specification
 
 
+def check_same_tickets(environment: Environment, other: Environment) -> None:
+    """Another simulator of a run plays the same tickets: raises InputError where its tasks are called otherwise."""
+    ours, theirs = (
+        {name: task.weight for name, task in section.tasks.items()} or "none" for section in (environment, other)
+    )
+    if list(ours) != list(theirs) or ours != theirs:
+        raise InputError(
+            f"environment.tasks has the weights {theirs}, but in this run they are {ours}; list the same tasks in the "
+            "same order with the same weights, since each ticket is one task's"
+        )
+
+
 def config_for(config: Config, name: str) -> Config:
     """The config as if this task were the only one."""
     if name == ALONE:

@@ -7,6 +7,7 @@ now and returns; `main()` waits in between. State lives in the slots, so a test 
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import time
 from collections import Counter
@@ -18,7 +19,7 @@ import numpy as np
 from vla_stream import seeds, tasks
 from vla_stream.broker.connection import UNREACHABLE
 from vla_stream.broker.queue import Entry
-from vla_stream.config import Config
+from vla_stream.config import Config, Environment
 from vla_stream.environments.protocol import Observations
 from vla_stream.errors import BadMessage, EnvironmentFailed, Expired, PayloadUnreachable
 from vla_stream.flow import NO_TURN, Permit
@@ -32,6 +33,7 @@ from workers.replies import Replies
 from workers.slot import Place, Slot, State, new_incarnation, slot_part
 from workers.worker import BEAT_S, BLOCK_S, Worker, run_process
 
+ENVIRONMENT_VARIABLE = "VLA_STREAM_ENVIRONMENT"  # a section `environment` as JSON, instead of the run's
 LOOK_S = BEAT_S / 4  # longest time between two looks at an environment that says nothing
 FIRST_PERMIT_WAIT_S, LONGEST_PERMIT_WAIT_S = 0.005, 0.1
 
@@ -464,6 +466,16 @@ def make_hosts(config: Config, make: Callable[[Config, int], Host], simulator: s
     return hosts
 
 
+def own_environment(worker: Worker, config: Config) -> Config:
+    """The run's config, or that of another simulator, which whoever started this process named."""
+    other = os.environ.get(ENVIRONMENT_VARIABLE)
+    if other is None:
+        return config
+    changed = config.model_copy(update={"environment": Environment.model_validate_json(other)})
+    worker.say("environment", f"{worker.id} simulates {changed.environment.name}, named when it was attached")
+    return changed
+
+
 def _wait(descriptors: list[int], timeout_s: float) -> Set[int]:
     """Those that are readable, once one is; none when the time is over."""
     poll = select.poll()
@@ -475,6 +487,7 @@ def _wait(descriptors: list[int], timeout_s: float) -> Set[int]:
 def serve(worker: Worker, config: Config) -> None:
     """The main loop of a simulator process: until drained, stopped, or its environments keep failing."""
     admit(worker)
+    config = own_environment(worker, config)
     with worker.long_step("starting environments"):
         hosts = make_hosts(config, ProcessHost, worker.id)
     simulator = Simulator(worker, config, hosts)

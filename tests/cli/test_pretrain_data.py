@@ -54,6 +54,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_run_starts_from_a_dataset_and_acts_as_its_expert_did(
     folder: Path, capsys: pytest.CaptureFixture[str]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from vla_stream.cli.options import Target, connected, explained, server_may_live
 from vla_stream.errors import InputError, RunFailed
 
 if TYPE_CHECKING:
+    from vla_stream.config import Config
+    from vla_stream.environments.protocol import Specification
     from vla_stream.flow import FlowState
     from workers.supervisor import Supervisor
 
@@ -38,9 +41,19 @@ def pool_options(command: Command) -> Command:
 
 @click.command()
 @pool_options
-def simulators(target: Target, count: int, devices: str, allowed: tuple[str, ...]) -> None:
-    """Attach simulators; their environments' shapes must be those of the run. Ctrl-C drains these only."""
-    _attach("simulator", target, count, devices, allowed)
+@click.option(
+    "--environment",
+    "other",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="A config whose section `environment` these simulate, instead of the run's: another simulator, whose cameras, "
+    "state and actions are alike.",
+)
+def simulators(target: Target, count: int, devices: str, allowed: tuple[str, ...], other: Path | None) -> None:
+    """Attach simulators; their environments' shapes must be those of the run. Ctrl-C drains these only.
+
+    Different simulators share a run's segments as they come: a faster one has more of them."""
+    _attach("simulator", target, count, devices, allowed, other)
 
 
 @click.command()
@@ -72,7 +85,9 @@ def split_devices(text: str) -> list[str]:
     return devices
 
 
-def _attach(role: str, target: Target, count: int, devices: str, allowed: tuple[str, ...]) -> None:
+def _attach(
+    role: str, target: Target, count: int, devices: str, allowed: tuple[str, ...], other: Path | None = None
+) -> None:
     from vla_stream import plugins
     from vla_stream.cli.signals import Signals
     from vla_stream.flow import Flow
@@ -90,6 +105,9 @@ def _attach(role: str, target: Target, count: int, devices: str, allowed: tuple[
             click.echo(f"note: the run's own {role}s use {python}, these use {sys.executable}")
         if state is None or state.desired in ("draining", "stopped"):
             raise InputError(f"run {target.run}: is ending, expected one that goes on; nothing is attached")
+        environment = {plugins.ALLOWED_VARIABLE: ",".join(allowed)}
+        if other is not None:
+            environment |= _other_environment(config, other, flow.specification(), allowed)
     with Signals() as signals, explained(target.url):
         supervisor = Supervisor(
             target.url,
@@ -97,7 +115,7 @@ def _attach(role: str, target: Target, count: int, devices: str, allowed: tuple[
             target.runs_dir,
             lease_s=config.flow.lease_s,
             shm=shm,
-            environment={plugins.ALLOWED_VARIABLE: ",".join(allowed)},
+            environment=environment,
         )
         try:
             ids = supervisor.launch(role, count, spread)
@@ -111,6 +129,37 @@ def _attach(role: str, target: Target, count: int, devices: str, allowed: tuple[
     if supervisor.failures:
         failed = InputError if role in supervisor.refused else RunFailed
         raise failed(f"{role}: {next(iter(supervisor.failures.values()))}")
+
+
+def _other_environment(
+    config: Config, file: Path, expected: Specification | None, allowed: tuple[str, ...]
+) -> dict[str, str]:
+    """What tells workers of another simulator, which was made here once: it is known to fit. Raises InputError."""
+    from vla_stream import config as settings
+    from vla_stream import plugins, tasks
+    from workers import environment_apart
+    from workers.simulator import ENVIRONMENT_VARIABLE
+
+    changed = settings.with_environment(config, file)
+    # Here, not in the run's simulators.python: these are to run here.
+    changed = changed.model_copy(update={"simulators": changed.simulators.model_copy(update={"python": None})})
+    environment = changed.environment
+    tasks.check_same_tickets(config.environment, environment)
+    tasks.check_whole_batch(changed, environment_apart.ask(changed).whole_batch)
+    for task in tasks.names(environment):
+        with contextlib.closing(environment_apart.make_batch(tasks.config_for(changed, task), 1)) as batch:
+            found = batch.specification
+        if expected is not None and found != expected:
+            raise InputError(
+                f"{file}: {environment.name} has other shapes than run {config.name} ({found}, expected {expected}); "
+                "give it the same cameras, state and actions by its options"
+            )
+    # Whoever names a module in a file of their own allows it.
+    module = environment.name.rpartition(":")[0]
+    return {
+        ENVIRONMENT_VARIABLE: environment.model_dump_json(),
+        plugins.ALLOWED_VARIABLE: ",".join([*allowed, *filter(None, [module])]),
+    }
 
 
 def _watch(supervisor: Supervisor, target: Target, asked: Callable[[], int], drain_deadline_s: float) -> None:
