@@ -11,11 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from vla_stream.config import validate
 from vla_stream.environments import maniskill
 from vla_stream.environments.maniskill import TASKS, ManiSkill, pick_cube_action, project
 from vla_stream.environments.protocol import EnvironmentBatch, Expert, Grounding, Observations, StepResult
 from vla_stream.errors import EnvironmentFailed, InputError
 from vla_stream.plugins import parse_options
+from workers import environment_apart
 
 ALL, NONE = np.ones(1, dtype=bool), np.zeros(1, dtype=bool)
 CLOSE_VIEW = {"eye": [0.45, 0.0, 0.5], "target": [0.0, 0.0, 0.1], "fov_degrees": 45.0}
@@ -247,6 +249,29 @@ def test_differenced_reward_sums_to_the_growth_of_the_dense_one_plus_the_success
 def test_missing_assets_are_an_error_and_not_a_question() -> None:
     with pytest.raises(EnvironmentFailed, match=r"AssemblingKits-v1: no assets.*download_asset AssemblingKits-v1"):
         make(task="AssemblingKits-v1", instruction="put the piece into its place")
+
+
+@with_simulator
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"task": "AssemblingKits-v1", "instruction": "put it in"}, "whose assets assembling_kits are not here; fetch"),
+        ({"task": "PickSingleYCB-v1", "instruction": "pick it"}, "whose assets ycb are not here; fetch them with py"),
+        ({"task": "PikcCube-v1", "instruction": "pick it"}, "no task of ManiSkill; did you mean PickCube-v1?"),
+        ({"task": "PullCubeTool-v2"}, "environment.options.instruction is not set; set it, or choose a task with one"),
+    ],
+)
+def test_a_task_that_cannot_be_made_is_told_before_anything_starts(options: dict[str, str], told: str) -> None:
+    config = validate(
+        {
+            "environment": {"name": "maniskill", "max_steps": 8, "options": options},
+            "policy": {"name": "tiny", "chunk": 4},
+            "trainer": {"segments_per_update": 8},
+        }
+    )
+    with pytest.raises(InputError) as caught:
+        environment_apart.ask(config)
+    assert told in str(caught.value) and "\n" not in str(caught.value)
 
 
 @with_simulator

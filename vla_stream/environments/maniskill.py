@@ -18,10 +18,13 @@ which must be before the next step or reset.
 
 from __future__ import annotations
 
+import difflib
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -104,16 +107,25 @@ class ManiSkill:
     rows_per_process: ClassVar[int | None] = 1
     whole_batch: ClassVar[bool] = False
 
+    @classmethod
+    def check_installed(cls, options: Options) -> None:
+        """Raises InputError: no ManiSkill here; for a task beside TASKS, for which it has to be imported, also: no
+        sentence, no such task, or none of its files."""
+        if find_spec("mani_skill") is None:
+            raise InputError(
+                f"maniskill: ManiSkill is not installed in the environment of {sys.executable}; run tools/setup "
+                "maniskill"
+            )
+        if options.task not in TASKS:
+            _check_sentence(options)
+            _check_files(options.task)
+
     def __init__(self, rows: int, max_steps: int, options: Options) -> None:
         """Make the environment (seconds) without resetting it. Raises InputError or EnvironmentFailed."""
         if rows != 1:
             raise InputError(f"maniskill: {rows} rows in one process, expected 1; start one process per row")
+        _check_sentence(options)
         known = TASKS.get(options.task)
-        if known is None and options.instruction is None:
-            raise InputError(
-                f"environment.options.task is {options.task} and environment.options.instruction is not set; set it, "
-                f"or choose a task with one: {', '.join(TASKS)}"
-            )
         self.rows = rows
         self.max_steps = max_steps
         self._task = known or Task(str(options.instruction), target="")
@@ -281,6 +293,46 @@ def use_software_vulkan() -> bool:
     return os.environ.get("VK_ICD_FILENAMES") == str(SOFTWARE_VULKAN)
 
 
+def _check_sentence(options: ManiSkill.Options) -> None:
+    if options.task not in TASKS and options.instruction is None:
+        raise InputError(
+            f"environment.options.task is {options.task} and environment.options.instruction is not set; set it, "
+            f"or choose a task with one: {', '.join(TASKS)}"
+        )
+
+
+def _check_files(task: str) -> None:
+    """Whether there is such a task, and what it asks for has been downloaded, or may be now."""
+    use_software_vulkan()
+    with redirect_stdout(StringIO()):
+        import mani_skill.envs  # noqa: F401  registers the tasks
+        from mani_skill.utils import assets
+        from mani_skill.utils.registration import REGISTERED_ENVS
+
+    if task not in REGISTERED_ENVS:
+        near = difflib.get_close_matches(task, REGISTERED_ENVS, n=1)
+        remedy = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(TASKS)}"
+        raise InputError(f"environment.options.task is {task}, no task of ManiSkill; {remedy}")
+    wanted = REGISTERED_ENVS[task].asset_download_ids or []
+    each = [name for group in wanted for name in (_members(assets, group) if group in assets.DATA_GROUPS else [group])]
+    missing = sorted(name for name in each if not assets.is_data_source_downloaded(name))
+    if missing and os.environ.get("MS_SKIP_ASSET_DOWNLOAD_PROMPT") != "1":
+        shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        raise InputError(f"environment.options.task is {task}, whose assets {shown} are not here; {_fetch(task)}")
+
+
+def _members(assets: Any, group: str) -> list[str]:
+    found: list[str] = assets.expand_data_group_into_individual_data_source_ids(group)
+    return found
+
+
+def _fetch(task: str) -> str:
+    return (
+        f"fetch them with python -m mani_skill.utils.download_asset {task}, or choose one of {', '.join(TASKS)}, which "
+        "need none"
+    )
+
+
 def _make(options: ManiSkill.Options) -> Any:
     """The simulator's own environment, without gymnasium's wrappers: no time limit but ours, no autoreset."""
     software = use_software_vulkan()
@@ -298,8 +350,7 @@ def _make(options: ManiSkill.Options) -> Any:
 
     def refuse(question: str) -> bool:
         raise EnvironmentFailed(
-            f"environment.options.task {options.task}: no assets ({question.split('.')[0]}); fetch them with "
-            f"python -m mani_skill.utils.download_asset {options.task}, or choose one of {', '.join(TASKS)}"
+            f"environment.options.task {options.task}: no assets ({question.split('.')[0]}); {_fetch(options.task)}"
         )
 
     # Left alone, the simulator asks on stdin whether to download, which in a worker is a hang.
