@@ -16,6 +16,7 @@ from simulator_interpreters import interpreter
 from vla_stream.cli.check import check
 from vla_stream.config import load
 from vla_stream.plugins import ENVIRONMENTS, load_class, parse_options
+from vla_stream.plugins import POLICIES as PLUGIN_POLICIES
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -32,12 +33,13 @@ def checked(*paths: Path, overrides: tuple[str, ...] = ()) -> str:
 
 # These go on top of an environment's.
 POLICIES = [CONFIGS / f"{name}.yaml" for name in ("pi0", "openvla", "openvla-oft", "vlm")]
+POLICIES_APART = [CONFIGS / f"{name}.yaml" for name in ("smolvla", "pi05")]  # in an environment that they name
 GRPO = CONFIGS / "grpo.yaml"  # on top of the quick start, whose critic it does without
 
 
 APART = ("libero", "metaworld")  # their simulators are in environments of their own, which they name
 NEED_MORE = (*APART, "maniskill")  # than the base's packages, which `check` looks for
-ALONE = sorted({*CONFIGS.glob("*.yaml")} - {*POLICIES, GRPO})
+ALONE = sorted({*CONFIGS.glob("*.yaml")} - {*POLICIES, *POLICIES_APART, GRPO})
 
 
 @pytest.mark.parametrize(
@@ -58,6 +60,39 @@ def test_every_config_is_valid_alone_and_under_every_policy(path: Path) -> None:
 def test_options_of_simulators_with_an_interpreter_of_their_own_are_known_here_too(name: str) -> None:
     environment = load([CONFIGS / f"{name}.yaml"]).environment
     parse_options(load_class(ENVIRONMENTS, environment.name), environment.options, "environment.options")
+
+
+@pytest.mark.parametrize("path", POLICIES_APART, ids=lambda path: path.stem)
+def test_options_of_policies_with_an_interpreter_of_their_own_are_known_here_too(path: Path) -> None:
+    for below in ALONE:
+        policy = load([below, path]).policy
+        assert policy.name == path.stem and str(policy.python) == ".venvs/lerobot/bin/python"
+        parse_options(load_class(PLUGIN_POLICIES, policy.name), policy.options, "policy.options")
+
+
+@pytest.mark.lerobot
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_smolvla_in_its_own_interpreter_learns_from_simulators_of_this_one_until_version_3_acts(tmp_path: Path) -> None:
+    smaller = (
+        "simulators.count=1",
+        "simulators.slots=2",
+        "simulators.envs_per_slot=2",
+        "simulators.segment={steps: 2}",
+    )
+    smaller += ("generators.max_batch_size=4", "generators.padded_sizes=[]", "trainer.segments_per_update=2")
+    exactly = ("flow.max_staleness=0", "trainer.critic_warmup_updates=0", "policy.options.precision=float32")
+    python = f"policy.python={interpreter('lerobot')}"
+    paths = [CONFIGS / "quickstart.yaml", CONFIGS / "smolvla.yaml"]
+    records = run(tmp_path, *paths, updates=3, overrides=(*smaller, *exactly, python, "evaluation.episodes=2"))
+    updates = [record for record in records if record["kind"] == "update"]
+    assert [record["version"] for record in updates] == [2, 3, 4]
+    assert all(record["gradient_norm"] > 0 and not record["skipped"] for record in updates)
+    # So the segments of the last update were made by version 3, and by nothing older.
+    assert all(record["staleness_max"] == 0 and record["act_evaluate_difference"] < 1e-3 for record in updates)
+    assert [record["episodes"] for record in records if record["kind"] == "evaluation"] == [2, 2]
+    (books,) = [record for record in records if record["kind"] == "books"]
+    assert books["balance"] == 0 and books["trained"] == 6
 
 
 @pytest.mark.libero

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vla_stream.errors import InputError
+
 if TYPE_CHECKING:
     from vla_stream.config import Config
 
@@ -15,17 +17,19 @@ _CALLER = "VLA_STREAM_CALLER"  # the interpreter that the command was called in
 
 def at_the_policy(config: Config) -> Config:
     """The config as seen from the policy's interpreter, once this process runs it: until then this does not return, but
-    starts the command there, under the same process id. Raises InputError if the policy cannot be made there."""
+    starts the command there, under the same process id. Raises InputError if that cannot be started."""
     caller = os.environ.pop(_CALLER, None)
     python = config.policy.python
     if python is None:
         return config
     if caller is None:
-        from workers import policy_apart
+        from workers.interpreters import REMEDY
 
-        policy_apart.look(config)
         command = [str(python), "-m", "vla_stream.cli.main", *sys.argv[1:]]
-        os.execve(python, command, {**os.environ, _CALLER: sys.executable})
+        try:
+            os.execve(python, command, {**os.environ, _CALLER: sys.executable})
+        except OSError as exc:
+            raise InputError(f"policy.python is {str(python)!r}: {exc.strerror}; {REMEDY}") from exc
     # "This one", where the config names none for simulators, is still the one that the person called.
     simulators = {"python": config.simulators.python or Path(caller)}
     return config.model_copy(
