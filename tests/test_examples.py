@@ -31,6 +31,7 @@ def vla_stream(*arguments: str, cwd: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.timeout(240)
 def test_both_keep_their_protocols(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -69,10 +70,11 @@ def success(checkpoint: Path, folder: Path, *flags: str) -> float:
 @pytest.mark.timeout(900)
 def test_ones_own_policy_learns_ones_own_task_from_nothing_and_the_sentence_decides(folder: Path) -> None:
     vla_stream("run", "reach.yaml", "mlp.yaml", "--run", "a", "--set", "evaluation.episodes=0", cwd=folder)
-    first, last = ((folder / "runs" / "a" / "checkpoints" / f"{update:06d}") for update in (0, 40))
+    first, last = ((folder / "runs" / "a" / "checkpoints" / f"{update:06d}") for update in (0, 30))
     before, after = success(first, folder), success(last, folder)
     wrong = success(last, folder, "--replace", "red=green,green=blue,blue=red")
-    assert before < 0.3 and after > 0.7 and wrong < 0.5, (before, after, wrong)
+    # Seen once in 40 updates: .10 of the training episodes at first, .33 after 13, .87 after 20, .95 after 30.
+    assert before < 0.3 and after > 0.7 and wrong < 0.3, (before, after, wrong)
 
 
 @pytest.mark.slow

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -112,6 +114,19 @@ def test_status_and_top_say_what_holds_the_run_up(
         shown = capsys.readouterr().out
         assert "generators wait 62 % of the time" in shown and "90 %" in shown
     assert "700 env-steps/s" in shown and "286" in shown and "5 █" in shown
+
+
+def test_a_look_at_a_run_does_not_wait_for_torch(where: list[str]) -> None:
+    # Stopwatches lie on a busy machine; what takes seconds is torch, and what draws.
+    script = (
+        "import sys\n"
+        "from vla_stream.cli.main import call\n"
+        "for command in (['status'], ['status', '--json'], ['top', '--once'], ['events']):\n"
+        f"    assert call(command + {where!r}) == 0\n"
+        "slow = {'torch', 'matplotlib', 'mujoco', 'gymnasium', 'transformers', 'plotly'} & set(sys.modules)\n"
+        "sys.exit(f'imported {slow}' if slow else 0)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
 
 
 def test_in_a_pipe_no_sentence_and_no_line_of_a_table_is_broken(
