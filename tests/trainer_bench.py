@@ -88,7 +88,7 @@ class Bench:
             payloads = [self.lane.write(name, i, data) for i, data in enumerate(payloads) if isinstance(data, bytes)]
             self.lane.release(name)
         identity = f"simulator-0/9f2c11ab/0.0/{permit.member}"
-        episodes = (Episode(version, success, 1.0, 5),)
+        episodes = (Episode(version, success, success, 1.0, 5),)
         trajectory = Trajectory(identity, permit.attempt, segment, tuple(payloads), None, episodes)
         assert self.run.flow.publish(permit.member, trajectory.to_fields()) == "added"
 

@@ -226,7 +226,7 @@ class ProcessHost:
             return Outcome(observations, None, failed, causes)
         merged: dict[str, np.ndarray] = {"executed": np.zeros((self.rows, self._horizon), dtype=bool)}
         merged["rewards"] = np.zeros(self.rows, dtype=np.float32)
-        merged |= {name: np.zeros(self.rows, dtype=bool) for name in ("terminated", "truncated", "success")}
+        merged |= {name: np.zeros(self.rows, dtype=bool) for name in ("terminated", "truncated", "success", "at_end")}
         final_rows = [np.empty(0, dtype=np.int64)]
         for rows, results in parts:
             for name, target in merged.items():

@@ -38,7 +38,7 @@ from workers.lifeline import die_with_parent
 from workers.packets import Packets
 
 # What a chunk's answer holds beside the observations, which are those of the rows and then those of `final_rows`.
-RESULTS = ("final_rows", "executed", "rewards", "terminated", "truncated", "success")
+RESULTS = ("final_rows", "executed", "rewards", "terminated", "truncated", "success", "at_end")
 FLAGS = ("reward", "terminated", "truncated", "success")  # what a step's answer holds beside the state
 PLAIN = ("expert_actions", "grounding_targets")  # optional methods without arguments, with one array as their answer
 STEPS, RESETS = b"s", b"r"  # what begins; it takes as long as simulators.step_deadline_s, start_deadline_s allow

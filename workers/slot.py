@@ -66,11 +66,13 @@ class _Record:
 class Slot:
     """Decides what its rows do next; the simulator does the talking.
 
-    rows: its part of the batch. whole_episode: `segment: episode`, no resets, rows that ended are held.
+    rows: its part of the batch. whole_episode: `segment: episode`, no resets, rows that ended are held. mode: of its
+    requests.
     """
 
-    def __init__(self, place: Place, rows: slice, steps: int, *, whole_episode: bool) -> None:
+    def __init__(self, place: Place, rows: slice, steps: int, *, whole_episode: bool, mode: str = "sample") -> None:
         self.place, self.rows, self.steps, self.whole_episode = place, rows, steps, whole_episode
+        self.mode = mode
         self.k = rows.stop - rows.start
         self.lane: Lane | None = None
         self.inline_below = 0
@@ -143,7 +145,7 @@ class Slot:
             self.step,
         )
         inline, ref = (payload, "") if isinstance(payload, bytes) else (None, payload)
-        self.request = ObsRequest(identity, self.k, self.permit.min_version, "sample", inline, ref)
+        self.request = ObsRequest(identity, self.k, self.permit.min_version, self.mode, inline, ref)
         self.needs_reset[:] = False
         self.state = State.ASKED
         return self.request
@@ -270,6 +272,7 @@ class Slot:
                 Episode(
                     version=int(self._episode_version[row]),
                     success=bool(self._episode_success[row]),
+                    at_end=bool(chunk.at_end[row]),
                     reward=float(self._episode_reward[row]),
                     steps=int(self._episode_steps[row]),
                 )
@@ -294,6 +297,7 @@ def slot_part(chunk: ChunkResult, rows: slice) -> ChunkResult:
         chunk.terminated[rows],
         chunk.truncated[rows],
         chunk.success[rows],
+        chunk.at_end[rows],
     )
 
 

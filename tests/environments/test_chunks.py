@@ -56,6 +56,22 @@ def test_rows_that_are_not_active_are_not_stepped_and_report_nothing() -> None:
     assert result.rewards.tolist() == [0.0, 0.0, 0.0] and result.terminated.tolist() == [False, True, False]
 
 
+def test_success_at_the_end_is_that_of_the_last_executed_action() -> None:
+    class Passing(Line):
+        """Goes on when it has reached its goal."""
+
+        def step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
+            result = super().step(actions, active)
+            return dataclasses.replace(result, terminated=NEVER)
+
+    line = Passing(3, 3, Line.Options())
+    line.reset(ALL, SEEDS)
+    line.position[:], line.goal[:] = 0.0, (0.25, 0.75, 5.0)
+    result = run_chunk(line, full_steps(), ALL, NEVER, SEEDS)
+    assert result.truncated.all() and result.executed.sum(axis=1).tolist() == [3, 3, 3]
+    assert result.success.tolist() == [True, True, False] and result.at_end.tolist() == [False, True, False]
+
+
 def test_f52_a_truncated_row_shows_its_observation_before_the_reset() -> None:
     line = make_line(max_steps=3, distances=(5.0, 0.5, 5.0))
     result = run_chunk(line, full_steps(), np.array([True, True, False]), ALL, SEEDS)

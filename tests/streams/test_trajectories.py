@@ -17,8 +17,8 @@ from vla_stream.streams.trajectories import ARRAYS, SCHEMA, Episode, Trajectory,
 
 T, K, H, A = 3, 2, 4, 2
 EPISODES = (
-    Episode(version=4, success=True, reward=1.0, steps=9),
-    Episode(version=5, success=False, reward=0.0, steps=12),
+    Episode(version=4, success=True, at_end=False, reward=1.0, steps=9),
+    Episode(version=5, success=False, at_end=False, reward=0.0, steps=12),
 )
 
 
@@ -85,7 +85,7 @@ def test_a_trajectory_comes_back_equal(sent: Trajectory) -> None:
 
 
 def test_numbers_that_numpy_made_travel_as_well() -> None:
-    episode = Episode(np.int64(4), np.bool_(True), np.float32(1), np.int64(9))  # type: ignore[arg-type]
+    episode = Episode(np.int64(4), np.bool_(True), np.bool_(False), np.float32(1), np.int64(9))  # type: ignore[arg-type]
     fields = replace(INLINE, episodes=(episode,)).to_fields()
     assert fields[b"success"] == b"1"
     assert Trajectory.from_fields(fields).episodes == (EPISODES[0],)
@@ -103,7 +103,7 @@ def test_a_trajectory_reads_in_redis_cli_as_documented() -> None:
         b"version": b"5",
         b"episodes": b"2",
         b"success": b"1",
-        b"schema": b"2",
+        b"schema": b"3",
     }
 
 

@@ -12,7 +12,7 @@ LAG = 3
 
 
 def episodes(version: int, *successes: bool, steps: int = 4) -> list[Episode]:
-    return [Episode(version, success, 2.0 * success, steps) for success in successes]
+    return [Episode(version, success, success, 2.0 * success, steps) for success in successes]
 
 
 def test_there_is_nothing_to_say_before_the_first_episodes_have_settled() -> None:

@@ -50,7 +50,9 @@ def chunk(
     ends, cut = np.isin(np.arange(K), terminated), np.isin(np.arange(K), truncated)
     executed = np.stack([active, active & ~ends & ~cut], axis=1)
     rewards = executed.sum(axis=1).astype(np.float32)
-    return ChunkResult(after, final, np.array(truncated, dtype=np.int64), executed, rewards, ends, cut, ends.copy())
+    return ChunkResult(
+        after, final, np.array(truncated, dtype=np.int64), executed, rewards, ends, cut, ends.copy(), ends.copy()
+    )
 
 
 def turn(slot: Slot, result: ChunkResult, version: int = 4, value: float = 0.0) -> None:
@@ -230,7 +232,7 @@ def test_an_episode_belongs_to_the_version_of_its_first_chunk_step_even_in_an_ol
     slot.ask(slot.last_observations)
     turn(slot, chunk(seen(3, 3), terminated=(0,)), version=8)
     # Three whole chunks of 2 steps in segment 7, then one step in 8; afterwards a new episode from version 7 on.
-    assert slot.finish().episodes == (Episode(4, True, 7.0, 7), Episode(7, True, 3.0, 3))
+    assert slot.finish().episodes == (Episode(4, True, True, 7.0, 7), Episode(7, True, True, 3.0, 3))
 
 
 def test_dropping_a_segment_forgets_it_and_resets_all_rows() -> None:
@@ -251,7 +253,7 @@ def test_dropping_a_segment_forgets_it_and_resets_all_rows() -> None:
         if slot.state is State.WANTING:
             slot.ask(slot.last_observations)
     trajectory = slot.finish()
-    assert trajectory.episodes == (Episode(9, True, 1.0, 1),), "nothing of what was dropped is counted"
+    assert trajectory.episodes == (Episode(9, True, True, 1.0, 1),), "nothing of what was dropped is counted"
     assert len(trajectory.payloads) == T + 1 and trajectory.segment.steps == T
 
 
@@ -311,6 +313,7 @@ def test_a_batch_is_cut_into_its_slots_rows() -> None:
         np.arange(4, dtype=np.float32),
         np.array([False, True, False, False]),
         np.array([True, False, True, True]),
+        np.array([False, True, False, False]),
         np.array([False, True, False, False]),
     )
     part = slot_part(whole, slice(2, 4))

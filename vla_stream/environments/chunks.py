@@ -29,6 +29,7 @@ class ChunkResult:
     final         observations of the rows `final_rows` i64[N], truncated in this chunk, before any reset (None if none)
     executed      bool[B, H]: the action was executed; there is no reset inside a chunk, so the rest after an end is not
     rewards       f32[B]: sum over the executed actions; terminated, truncated, success bool[B]
+    at_end        bool[B]: success in the last executed action
     """
 
     observations: Observations
@@ -39,6 +40,7 @@ class ChunkResult:
     terminated: np.ndarray
     truncated: np.ndarray
     success: np.ndarray
+    at_end: np.ndarray
 
 
 def run_chunk(
@@ -56,7 +58,7 @@ def run_chunk(
     rows, chunk, _ = actions_BHA.shape
     executed = np.zeros((rows, chunk), dtype=bool)
     rewards = np.zeros(rows, dtype=np.float32)
-    terminated, truncated, success = (np.zeros(rows, dtype=bool) for _ in range(3))
+    terminated, truncated, success, at_end = (np.zeros(rows, dtype=bool) for _ in range(4))
     finals: list[tuple[np.ndarray, Observations]] = []
     running = active.copy()
     observations: Observations | None = None
@@ -69,6 +71,7 @@ def run_chunk(
         executed[:, step] = running
         rewards += np.where(running, result.reward, 0.0)
         success |= running & result.success
+        at_end[running] = result.success[running]
         ended = running & (result.terminated | result.truncated)
         if not ended.any():
             continue
@@ -85,7 +88,7 @@ def run_chunk(
         observations = reset_checked(batch, resets, reset_seeds)
     final_rows = np.concatenate([row for row, _ in finals]) if finals else np.empty(0, dtype=np.int64)
     final = Observations.concatenate([part for _, part in finals]) if finals else None
-    return ChunkResult(observations, final, final_rows, executed, rewards, terminated, truncated, success)
+    return ChunkResult(observations, final, final_rows, executed, rewards, terminated, truncated, success, at_end)
 
 
 def reset_checked(batch: Steppable, mask: np.ndarray, seeds: np.ndarray) -> Observations:

@@ -17,7 +17,7 @@ from vla_stream.errors import BadMessage
 from vla_stream.learning.segments import Segment
 from vla_stream.streams.observations import MAX_ROWS, describe, unpack_observations
 
-SCHEMA = 2
+SCHEMA = 3
 MAX_STEPS = 100_000
 # Name in the packet -> dtype and shape, in letters: T chunk steps, k rows, H actions per chunk, A action dims.
 ARRAYS = {
@@ -35,10 +35,12 @@ ARRAYS = {
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """One episode that ended inside a segment. version: weights at its first chunk step, even in an older segment."""
+    """One episode that ended inside a segment. version: weights at its first chunk step, even in an older segment;
+    success: at least once; at_end: in its last step; reward: their sum; steps: environment steps."""
 
     version: int
     success: bool
+    at_end: bool
     reward: float
     steps: int
 
@@ -50,7 +52,7 @@ class Trajectory:
     id              `<simulator>/<incarnation>/<batch>.<slot>/<ticket>.<attempt>`
     segment         arrays as in learning/segments.py; its observations are empty here, see `payloads`
     payloads        T+1 observation packets, or their references; `final_payload` the same for `segment.final`, or None
-    episodes        those that ended here
+    episodes        those that ended here, by chunk step, then by row
 
     Example, as redis-cli shows it: id simulator-0/9f2c11ab/0.1/17.1 · simulator simulator-0 · ticket 17.1 · n 8 ·
     steps 16 · version 5 · episodes 11 · success 7 · data …
@@ -85,7 +87,9 @@ class Trajectory:
         arrays |= {name: np.frombuffer(item, dtype=np.uint8) for name, item in inline.items()}
         meta = {
             "references": [item if isinstance(item, str) else "" for item in places],
-            "episodes": [[int(e.version), bool(e.success), float(e.reward), int(e.steps)] for e in self.episodes],
+            "episodes": [
+                [int(e.version), bool(e.success), bool(e.at_end), float(e.reward), int(e.steps)] for e in self.episodes
+            ],
         }
         fields: dict[str, str | bytes | int] = {
             "id": self.id,
@@ -191,6 +195,8 @@ def _episodes(meta: Mapping[str, object]) -> tuple[Episode, ...]:
     try:
         if not isinstance(items, list):
             raise TypeError(f"episodes are {type(items).__name__}")
-        return tuple(Episode(int(v), bool(s), float(r), int(n)) for v, s, r, n in items)
+        return tuple(Episode(int(v), bool(s), bool(e), float(r), int(n)) for v, s, e, r, n in items)
     except (TypeError, ValueError, OverflowError) as exc:
-        raise BadMessage("trajectory's episodes do not decode, expected [[version, success, reward, steps]…]") from exc
+        raise BadMessage(
+            "trajectory's episodes do not decode, expected [[version, success, at_end, reward, steps]…]"
+        ) from exc
