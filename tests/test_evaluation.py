@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 from pydantic import BaseModel
 
+from vla_stream import tasks
 from vla_stream.cli.evaluate import word_replacement
+from vla_stream.config import Config, Evaluation, validate
 from vla_stream.environments.protocol import Observations, Specification, StepResult
 from vla_stream.environments.tabletop import Tabletop
-from vla_stream.evaluation import Outcomes, evaluate, mcnemar, wilson_interval
+from vla_stream.evaluation import Plan, evaluate, mcnemar, replacer, wilson_interval
 from vla_stream.policies.protocol import Act
 
 CHUNK = 4
@@ -105,40 +107,6 @@ def test_success_at_the_end_is_that_of_the_last_step_and_sentences_are_the_envir
     assert outcomes.instructions.tolist() == ["go"] * 4
 
 
-def test_sampled_noise_follows_from_the_seeds_and_the_chunk_step_alone() -> None:
-    def keys(rows: int, seeds: list[int], noise_seed: int | None) -> dict[tuple[int, int], int]:
-        policy, found = Recorder(), {}
-        for first in range(0, len(seeds), rows):
-            policy.keys.clear()
-            evaluate(policy, Countdown(rows), CHUNK, seeds[first : first + rows], noise_seed=noise_seed)
-            for step, of_rows in enumerate(policy.keys):
-                assert of_rows is not None
-                found.update({(seed, step): int(key) for seed, key in zip(seeds[first:], of_rows, strict=False)})
-        return found
-
-    together, apart = keys(4, [5, 6, 7, 8], 3), keys(2, [8, 7, 6, 5], 3)
-    assert together == apart and len(set(together.values())) == len(together) == 8
-    assert not set(together.values()) & set(keys(4, [5, 6, 7, 8], 4).values())
-
-
-def test_a_watcher_sees_every_step_of_every_running_row() -> None:
-    class Watcher:
-        def __init__(self) -> None:
-            self.seen, self.ended = [0, 0], list[tuple[list[int], list[int]]]()
-
-        def see(self, observations: Observations, running: np.ndarray) -> None:
-            self.seen = [count + int(ran) for count, ran in zip(self.seen, running, strict=True)]
-
-        def end(self, seeds: np.ndarray, outcomes: Outcomes) -> None:
-            self.ended.append((seeds.tolist(), self.seen))
-            assert outcomes.steps.tolist() == [count - 1 for count in self.seen]
-            self.seen = [0, 0]
-
-    watcher = Watcher()
-    evaluate(Recorder(), Countdown(2), CHUNK, [13, 5, 7], watcher=watcher)
-    assert watcher.ended == [([13, 5], [4, 6]), ([7], [8, 8])]
-
-
 def test_the_policy_always_sees_the_whole_batch() -> None:
     policy = Recorder()
     evaluate(policy, Countdown(4), CHUNK, range(1, 8))
@@ -155,11 +123,10 @@ def test_no_seeds_give_no_outcomes() -> None:
     assert len(evaluate(Recorder(), Countdown(2), CHUNK, []).success) == 0
 
 
-def test_the_instruction_can_be_replaced_and_progress_is_told() -> None:
-    policy, told = Recorder(), []
-    evaluate(policy, Countdown(2), CHUNK, [1, 2, 3], lambda text: text + " away", lambda *now: told.append(now))
+def test_the_instruction_can_be_replaced() -> None:
+    policy = Recorder()
+    evaluate(policy, Countdown(2), CHUNK, [1, 2, 3], lambda text: text + " away")
     assert policy.sentences == {"go away"}
-    assert told == [(2, 3), (3, 3)]
 
 
 class Knowing(Recorder):
@@ -182,8 +149,44 @@ class Knowing(Recorder):
 def test_a_policy_that_obeys_the_words_succeeds_with_the_right_colour_and_never_with_the_wrong_one() -> None:
     batch = Tabletop(8, 40, Tabletop.Options())
     assert evaluate(Knowing(batch), batch, 1, range(12)).success.all()
-    other_colour = word_replacement("red=green,green=blue,blue=red")
+    other_colour = replacer(word_replacement("red=green,green=blue,blue=red"))
     assert not evaluate(Knowing(batch), batch, 1, range(12), other_colour).success.any()
+
+
+def planned(**changes: Any) -> Config:
+    data: dict[str, Any] = {
+        "environment": {"name": "tabletop", "max_steps": 8},
+        "policy": {"name": "tiny", "chunk": 4},
+        "simulators": {"envs_per_slot": 4},
+        "trainer": {"segments_per_update": 2},
+    }
+    return validate(data | changes)
+
+
+def test_a_plan_gives_each_seed_to_one_row_and_goes_round() -> None:
+    plan = Plan.of(planned(evaluation={"episodes": 10, "seed": 100}))
+    assert [plan.seeds(ticket).tolist() for ticket in (1, 2, 3)] == [
+        [100, 101, 102, 103],
+        [104, 105, 106, 107],
+        [108, 109, 109, 109],
+    ]
+    assert plan.part(3) == ("", (8, 9)) and plan.seeds(5).tolist() == plan.seeds(2).tolist()
+
+
+def test_a_plan_of_several_tasks_deals_seeds_as_tickets_are_dealt_and_each_task_has_its_turns() -> None:
+    environment = {"name": "tabletop", "max_steps": 8, "tasks": {"near": {"weight": 3}, "far": {}, "idle": {}}}
+    config = planned(
+        environment=environment, evaluation={"episodes": 12, "seed": 0}, simulators={"count": 3, "envs_per_slot": 2}
+    )
+    plan, dealt = Plan.of(config), tasks.dealt(config.environment, 12)
+    for name, numbers in dealt.items():
+        mine = [number for task, part in plan.parts for number in part if task == name]
+        assert mine == numbers
+        turns = plan.turns_of(config.environment, name)
+        assert [task == name for task, _ in plan.parts] == [turn == turns.task for turn in turns.order]
+    few = Plan.of(config.model_copy(update={"evaluation": Evaluation(episodes=1)}))
+    assert {task for task, _ in few.parts} == {tasks.task_of(config.environment, 1)}
+    assert few.turns_of(config.environment, "idle").task not in few.order
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,8 @@ from vla_stream.sections import Section as Section
 UNKNOWN_KEY = "extra_forbidden"  # pydantic's name of the error
 MAX_NUMBER = 10**12  # of updates, versions, tickets: Lua's tostring writes 1e+14 for what has more than 14 digits
 
-RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"
+EVALUATION = ".eval"  # after a run's name: that of its evaluations
+RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}(\.eval(-[0-9]{1,4})?)?$"
 TaskName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,31}$")]
 MOST_TASKS = 100  # each has a few figures in every update's sample
 LONGEST_ROUND = 1000  # tickets after which the tasks' order repeats
@@ -229,10 +230,26 @@ class Broker(Section):
 
 
 class Evaluation(Section):
-    episodes: Count = Field(default=200, ge=0, description="Held-out episodes before and after a run; 0: none.")
+    episodes: Count = Field(default=200, ge=0, description="Held-out episodes of each evaluation; 0: none.")
     seed: int = Field(
         default=10_000_000, ge=0, le=MAX_SEED, description="First reset seed; training seeds never meet these."
     )
+    every: Count = Field(
+        default=0,
+        ge=0,
+        description="Updates between evaluations beside the run, which then choose its best checkpoint; 0: before and "
+        "after it only.",
+    )
+    simulators: Count = Field(default=1, ge=1, description="Simulator processes of an evaluation beside a run.")
+    generators: Count = Field(default=1, ge=1, description="Generator processes of an evaluation beside a run.")
+
+
+class HeldOut(Section):
+    """Of the config of an evaluation's own run, which `vla-stream eval` makes of another one's: episodes are played on
+    held-out seeds, and nothing is learned."""
+
+    sample: bool = Field(default=False, description="Sample actions as in training; else the most likely ones.")
+    replace: dict[str, str] = Field(default_factory=dict, description="Words that the policy reads in others' place.")
 
 
 class Allocation(Section):
@@ -280,6 +297,7 @@ class Config(Section):
     pretrain: Pretrain | None = None
     evaluation: Evaluation = Evaluation()
     allocation: Allocation | None = None
+    held_out: HeldOut | None = Field(default=None, description="Set by `vla-stream eval`, for its own workers.")
     tracking: Tracking = Tracking()
 
     @property
@@ -431,6 +449,14 @@ def cross_check(config: Config) -> list[str]:
     problems += _algorithm_problems(config)
     problems += _task_problems(config)
     problems += _allocation_problems(config)
+    every, checkpoint_every = config.evaluation.every, config.trainer.checkpoint_every
+    if every % checkpoint_every:
+        problems.append(
+            f"evaluation.every is {every} but trainer.checkpoint_every is {checkpoint_every}; make every a multiple of "
+            "it, since checkpoints are evaluated"
+        )
+    if every and not config.evaluation.episodes:
+        problems.append(f"evaluation.every is {every} but evaluation.episodes is 0; raise episodes, or set every to 0")
     if config.policy.init_from is not None and config.pretrain is not None:
         problems.append(
             "policy.init_from and pretrain are both set; remove one, since both say where the first weights come from"

@@ -23,6 +23,10 @@ class Hopeless(RunFailed):
     """The same, where a worker that is started again would only fail in the same way once more."""
 
 
+class PlayedInVain(RunFailed):
+    """An evaluation whose episodes the server lost, as after a restart: it is to begin anew."""
+
+
 class BadMessage(VlaStreamError):
     """Bytes from a stream, a pipe or a lane that do not decode: wrong schema, digest, shape, dtype or size."""
 

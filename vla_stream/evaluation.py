@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from vla_stream.environments.protocol import EnvironmentBatch, Observations
-from vla_stream.policies.protocol import Policy
-from vla_stream.seeds import derive
+from vla_stream import tasks
+
+if TYPE_CHECKING:
+    from vla_stream.config import Config, Environment
+    from vla_stream.environments.protocol import EnvironmentBatch, Observations
+    from vla_stream.policies.protocol import Policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +54,45 @@ class Outcomes:
             ours[index] = theirs[: len(index)]
 
 
-class Watcher(Protocol):
-    """Looks on while episodes are played, round by round: one per row of the batch."""
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Who plays which of an evaluation's seeds. Its tickets go round: those of the next checkpoint play the same again.
 
-    def see(self, observations: Observations, running: np.ndarray) -> None:
-        """After a reset, and after each environment step. running bool[B]: rows that took part."""
+    rows:   of each ticket, each with a seed of its own
+    first:  seed number 0
+    parts:  of each ticket its task, and the numbers of its seeds, at most `rows`
+    order:  of each ticket the number of its task among the config's
+    """
 
-    def end(self, seeds: np.ndarray, outcomes: Outcomes) -> None:
-        """A round is over. seeds u64[n]: of the first n rows; others repeated the last one. outcomes: of all B."""
+    rows: int
+    first: int
+    parts: tuple[tuple[str, tuple[int, ...]], ...]
+    order: tuple[int, ...]
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        """Seeds are dealt to the config's tasks like tickets (see tasks.py), then to tickets."""
+        rows, names = config.simulators.envs_per_slot, tasks.names(config.environment)
+        dealt = tasks.dealt(config.environment, config.evaluation.episodes)
+        pieces = {task: [tuple(mine[i : i + rows]) for i in range(0, len(mine), rows)] for task, mine in dealt.items()}
+        order = tasks.round_of(tuple((task, len(parts)) for task, parts in pieces.items()))
+        waiting = {task: iter(parts) for task, parts in pieces.items()}
+        parts = tuple((task, next(waiting[task])) for task in order)
+        return cls(rows, config.evaluation.seed, parts, tuple(names.index(task) for task in order))
+
+    def part(self, ticket: int) -> tuple[str, tuple[int, ...]]:
+        """Of any ticket, counted from 1."""
+        return self.parts[(ticket - 1) % len(self.parts)]
+
+    def seeds(self, ticket: int) -> np.ndarray:
+        """Reset seeds u64[rows]. The last rows of a task's last ticket repeat one: what they play does not count."""
+        _, mine = self.part(ticket)
+        numbers = np.array([*mine, *[mine[-1]] * (self.rows - len(mine))], dtype=np.uint64)
+        return numbers + np.uint64(self.first)
+
+    def turns_of(self, environment: Environment, name: str) -> tasks.Turns:
+        """The tickets of one task: see `tasks.turns_of`."""
+        return tasks.Turns(tasks.names(environment).index(name), self.order) if name else tasks.EVERY_TICKET
 
 
 def evaluate(
@@ -67,30 +101,19 @@ def evaluate(
     chunk: int,
     seeds: Sequence[int] | np.ndarray,
     instruction_override: Callable[[str], str] | None = None,
-    progress: Callable[[int, int], None] | None = None,
-    *,
-    noise_seed: int | None = None,
-    watcher: Watcher | None = None,
 ) -> Outcomes:
-    """Play one episode per seed with the policy's mode, or, with a noise_seed, with sampled actions; what is sampled
-    follows from the noise_seed, the episode's seed and the chunk step.
+    """Play one episode per seed with the policy's mode, here: `vla-stream eval` has workers do it.
 
     The policy always sees all rows of the batch (a short last round repeats its last seed), so that a seed gives the
     same outcome whichever others it is played with, on one thread and one kind of machine.
     instruction_override: from the environment's sentence to the one that the policy is given instead.
-    progress: called with the number of seeds played, and of how many.
     """
     wanted = np.asarray(seeds, dtype=np.uint64)
     outcomes = Outcomes.blank(len(wanted))
     for first in range(0, len(wanted), batch.rows):
         part = np.arange(first, min(first + batch.rows, len(wanted)))
         padded = np.minimum(np.arange(first, first + batch.rows), len(wanted) - 1)
-        played = _play(policy, batch, chunk, wanted[padded], instruction_override, noise_seed, watcher)
-        outcomes.put(part, played)
-        if watcher is not None:
-            watcher.end(wanted[part], played)
-        if progress:
-            progress(int(part[-1]) + 1, len(wanted))
+        outcomes.put(part, _play(policy, batch, chunk, wanted[padded], instruction_override))
     return outcomes
 
 
@@ -126,8 +149,6 @@ def _play(
     chunk: int,
     seeds: np.ndarray,
     instruction_override: Callable[[str], str] | None,
-    noise_seed: int | None,
-    watcher: Watcher | None,
 ) -> Outcomes:
     """One round: one episode in each row of the batch."""
     everyone = np.ones(batch.rows, dtype=bool)
@@ -135,13 +156,8 @@ def _play(
     outcomes = Outcomes.blank(batch.rows)
     observations = batch.reset(everyone, seeds)
     outcomes.instructions[:] = observations.instruction
-    if watcher is not None:
-        watcher.see(observations, running.copy())
-    for chunk_step in itertools.count():
-        if not running.any():
-            return outcomes
-        keys = None if noise_seed is None else _noise_keys(noise_seed, seeds, chunk_step)
-        act = policy.act(_instructed(observations, instruction_override), keys)
+    while running.any():
+        act = policy.act(instructed(observations, instruction_override), None)
         for step in range(chunk):
             result = batch.step(act.actions[:, step], everyone if batch.whole_batch else running)
             outcomes.success[:] |= running & result.success
@@ -149,20 +165,22 @@ def _play(
             outcomes.returns[running] += result.reward[running]
             outcomes.steps[running] += 1
             observations = result.observations
-            if watcher is not None:
-                watcher.see(observations, running.copy())
             running &= ~(result.terminated | result.truncated)
             if not running.any():
                 break
-    raise AssertionError("episodes end")
+    return outcomes
 
 
-def _noise_keys(noise_seed: int, seeds: np.ndarray, chunk_step: int) -> np.ndarray:
-    keys = [derive("evaluation", noise_seed, int(seed) % 2**63, chunk_step) for seed in seeds]
-    return np.array(keys, dtype=np.uint64)
-
-
-def _instructed(observations: Observations, override: Callable[[str], str] | None) -> Observations:
+def instructed(observations: Observations, override: Callable[[str], str] | None) -> Observations:
+    """With other sentences."""
     if override is None:
         return observations
     return replace(observations, instruction=[override(sentence) for sentence in observations.instruction])
+
+
+def replacer(words: Mapping[str, str]) -> Callable[[str], str] | None:
+    """Replaces whole words of a sentence, all at once; None for no words."""
+    if not words:
+        return None
+    pattern = re.compile(rf"\b({'|'.join(map(re.escape, words))})\b")
+    return lambda sentence: pattern.sub(lambda match: words[match[0]], sentence)

@@ -24,7 +24,8 @@ from vla_stream.batching import padded_size
 from vla_stream.broker.connection import UNREACHABLE, Client, ResponseError
 from vla_stream.config import Config
 from vla_stream.environments.protocol import Observations, Specification
-from vla_stream.errors import BadMessage, RunFailed
+from vla_stream.errors import BadMessage, InputError, RunFailed
+from vla_stream.evaluation import instructed, replacer
 from vla_stream.policies.protocol import Act, Policy
 from vla_stream.streams.actions import ActionReply, check_act
 from workers.lane_choice import admit, wait_for_segments
@@ -52,6 +53,7 @@ class Generator:
         self.weights = WeightsReader(connect(), worker.keys, worker.bury, self.places)
         self.version, self.digest = 0, ""
         self._failed_in_a_row = 0
+        self._replace = None if config.held_out is None else replacer(config.held_out.replace)
 
     def step(self, block_ms: int | None) -> bool:
         """All stages once, in this thread; True when a batch was served."""
@@ -80,7 +82,8 @@ class Generator:
         keys = None if batch.mode == "mode" else batch.noise_keys
         try:
             with self.worker.meter.busy("infer"):
-                act = self._checked(self.policy.act(batch.observations, keys), len(batch.observations))
+                seen = instructed(batch.observations, self._replace)
+                act = self._checked(self.policy.act(seen, keys), len(seen))
         except bdb.BdbQuit:
             raise  # a person at a breakpoint has seen enough
         except Exception as exc:
@@ -160,7 +163,14 @@ class Generator:
             if weights is None or weights.version <= self.version:
                 return
             started_s = time.monotonic()
-            self.weights.retired = self.places.take(weights.state)
+            try:
+                self.weights.retired = self.places.take(weights.state)
+            except (RuntimeError, KeyError) as exc:
+                # Whole, as their digest shows: no other ones of this run will do better.
+                reason = " ".join(str(exc).split())[:300]
+                raise InputError(
+                    f"weights {weights.version} belong to another policy ({reason}); use that one's config"
+                ) from exc
             self.version, self.digest = weights.version, weights.digest
             self.worker.version = self.version
             self.worker.meter.mean("swap_ms", (time.monotonic() - started_s) * 1000)

@@ -15,7 +15,7 @@ from vla_stream.broker.connection import OUT_OF_MEMORY, Client, ServerClock
 from vla_stream.broker.lanes import PayloadReader
 from vla_stream.broker.queue import GARBAGE_AT_ONCE, Entry, WorkQueue
 from vla_stream.broker.scripts import ANSWER, Scripts
-from vla_stream.config import Config
+from vla_stream.config import MAX_NUMBER, Config
 from vla_stream.environments.protocol import Observations
 from vla_stream.errors import BadMessage, PayloadElsewhere, PayloadUnreachable
 from vla_stream.metrics import AGE_BOUNDS_MS, FILL_BOUNDS
@@ -201,7 +201,9 @@ def collate(works: list[Work], config: Config, tray: Tray) -> Batch:
     rows = sum(work.request.n for work in works)
     size = padded_size(rows, config.generators.padded_sizes, config.generators.max_batch_size)
     observations = tray.joined([work.observations for work in works], size)
-    ids = [(work.request.id.ticket, work.request.id.step, work.request.n) for work in works]
+    # Each checkpoint that is evaluated has the same noise, though its tickets have other numbers.
+    turns = config.trainer.segments_per_update if config.held_out is not None else MAX_NUMBER
+    ids = [((work.request.id.ticket - 1) % turns + 1, work.request.id.step, work.request.n) for work in works]
     keys = np.concatenate([seeds.noise_keys(config.seed, *part) for part in ids])
     keys = keys[np.minimum(np.arange(size), rows - 1)]
     return Batch(works, observations, keys, rows, min(work.entry.born_ms for work in works))

@@ -22,6 +22,7 @@ from vla_stream.broker.queue import Entry
 from vla_stream.config import Config, Environment
 from vla_stream.environments.protocol import Observations
 from vla_stream.errors import BadMessage, EnvironmentFailed, Expired, PayloadUnreachable
+from vla_stream.evaluation import Plan
 from vla_stream.flow import NO_TURN, Permit
 from vla_stream.metrics import Meter, Span
 from vla_stream.streams.actions import ActionReply
@@ -99,7 +100,8 @@ class Simulator:
         self.lanes = LaneChoice(worker, config)
         self.replies = Replies(worker.client, self.keys.actions(worker.id))
         self._action_shape = (config.policy.chunk, hosts[0].specification.action_dims)
-        simulators = config.simulators
+        simulators, held_out = config.simulators, config.held_out
+        self._plan = None if held_out is None else Plan.of(config)
         tasks.check_whole_batch(config, hosts[0].whole_batch)
         self.batches = []
         for number, (host, task) in enumerate(zip(hosts, tasks.of_batches(config, worker.id), strict=True)):
@@ -110,10 +112,14 @@ class Simulator:
                     slice(index * k, (index + 1) * k),
                     config.segment_steps,
                     whole_episode=simulators.segment == "episode",
+                    mode="mode" if held_out is not None and not held_out.sample else "sample",
                 )
                 for index in range(simulators.slots)
             ]
-            self.batches.append(_Batch(number, host, slots, tasks.turns_of(config.environment, task)))
+            turns = tasks.turns_of(config.environment, task)
+            if self._plan is not None:
+                turns = self._plan.turns_of(config.environment, task)
+            self.batches.append(_Batch(number, host, slots, turns))
         # Decided first, sent at the end of a step: an error of Redis in between loses nothing.
         self._outbox: dict[str, tuple[Slot, ObsRequest]] = {}
         self._to_abort: list[str] = []
@@ -245,12 +251,16 @@ class Simulator:
         for slot in due:
             assert slot.permit is not None
             mask[slot.rows] = slot.resets_due()
-            values[slot.rows] = seeds.reset_seeds(
-                self.config.seed, slot.permit.ticket, 0, slot.k, shared=slot.whole_episode
-            )
+            values[slot.rows] = self._first_seeds(slot, slot.permit)
         batch.resetting, batch.reset_mask = due, mask
         batch.begun += 1
         batch.host.start_reset(mask, values)
+
+    def _first_seeds(self, slot: Slot, permit: Permit) -> np.ndarray:
+        """Reset seeds u64[k] with which a segment begins."""
+        if self._plan is not None:
+            return self._plan.seeds(permit.ticket)
+        return seeds.reset_seeds(self.config.seed, permit.ticket, 0, slot.k, shared=slot.whole_episode)
 
     def _start_chunk(self, batch: _Batch, ready: list[Slot]) -> None:
         first = ready[0].reply

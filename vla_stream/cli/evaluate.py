@@ -2,35 +2,38 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import re
+import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from vla_stream.cli.options import config_options, follow_launcher
+from vla_stream.cli.options import URL_VARIABLE, config_options, follow_launcher
 from vla_stream.errors import InputError
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from vla_stream.environments.protocol import Specification
+    from vla_stream.config import Config
+    from vla_stream.evaluation import Outcomes
+    from workers.evaluator import Evaluator
 
 MOST_INSTRUCTIONS = 50  # told apart on the terminal
-ROWS = 16  # always the same, whatever the number of episodes: a seed then gives the same outcome every time
+STDIN = Path("-")
 
 
 @click.command()
 @config_options
 @click.option(
     "--checkpoint",
+    "checkpoints",
     type=click.Path(path_type=Path),
     required=True,
-    help="A checkpoint folder, for example runs/demo/checkpoints/best; a run's folder: its newest one.",
+    multiple=True,
+    help="A checkpoint folder, for example runs/demo/checkpoints/best; a run's folder: its newest one. May be given "
+    "several times; -: those that standard input names, one per line, as they come.",
 )
 @click.option("--episodes", type=click.IntRange(min=1), help="Seeds to play; default: evaluation.episodes, at least 1.")
 @click.option("--seed", type=click.IntRange(min=0), help="First seed; default: evaluation.seed.")
@@ -46,94 +49,112 @@ ROWS = 16  # always the same, whatever the number of episodes: a seed then gives
     type=click.Path(path_type=Path, file_okay=False),
     help="Folder for films (GIF) of a few successes and failures, named by their seeds.",
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object with the outcome of every seed.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per checkpoint, with the outcome of every seed.")
+@click.option("--redis", "url", metavar="URL", help=f"Server to use; else {URL_VARIABLE}, else one of our own.")
+@click.option("--inline", is_flag=True, help="One thread, one process: for breakpoints.")
+@click.option("--beside", is_flag=True, help="With as few workers as evaluation.simulators and .generators say.")
 def evaluate(
     configs: tuple[Path, ...],
     overrides: tuple[str, ...],
-    checkpoint: Path,
+    checkpoints: tuple[Path, ...],
     episodes: int | None,
     seed: int | None,
     replace: str | None,
     sample: bool,
     video: Path | None,
     as_json: bool,
+    url: str | None,
+    inline: bool,
+    beside: bool,
 ) -> None:
     """Play the policy of a checkpoint, one episode per seed, and print success with its interval, in all and per task
-    or instruction. Equal seeds give equal numbers."""
+    or instruction. Equal seeds give equal numbers, whatever the number of workers.
+
+    It is a run of its own, NAME.eval, with as many simulators and generators as the config says.
+    """
     follow_launcher()
-    override = word_replacement(replace) if replace else None
+    words = word_replacement(replace) if replace else {}
+
     from vla_stream import config as settings
-    from vla_stream.cli.elsewhere import at_the_policy
-
-    config = at_the_policy(settings.load(configs, overrides))
-    import numpy as np
-    import torch
-
-    from vla_stream import evaluation, tasks
-    from vla_stream.cli.films import Films
-    from vla_stream.streams.notices import one_line
+    from vla_stream.cli import films, held_out
+    from vla_stream.cli.check import check_policy
     from workers import environment_apart
-    from workers.models import make_policy, torch_device
-    from workers.trainer import load_policy
 
-    torch.set_num_threads(1)
-    place = find_checkpoint(checkpoint)
-    films = None if video is None else Films(video)
-    number = episodes or max(1, config.evaluation.episodes)
-    first = config.evaluation.seed if seed is None else seed
-    outcomes, policy, played = evaluation.Outcomes.blank(number), None, 0
-    shapes: dict[str, Specification] = {}
-    for task, index in tasks.dealt(config.environment, number).items():
-        batch = environment_apart.make_batch(tasks.config_for(config, task), ROWS)
-        try:
-            tasks.check_shapes(shapes, task, batch.specification)
-            if policy is None:
-                with contextlib.redirect_stdout(sys.stderr):  # models print when they are made
-                    policy = make_policy(config, batch.specification, torch_device(config.generators.device))
-                load_policy(policy, place)
+    config = settings.load(configs, overrides)
+    check_policy(config)
+    for key, python in (("simulators.python", config.simulators.python), ("policy.python", config.policy.python)):
+        if inline and python is not None:
+            raise InputError(f"--inline: {key} is {str(python)!r}, but one process has one interpreter")
+    given = [find_checkpoint(place) for place in checkpoints if place != STDIN]
+    if video is not None:
+        films.make_folder(video)
+    played = held_out.config_for(
+        config,
+        whole_batch=environment_apart.ask(config).whole_batch,
+        episodes=episodes or max(1, config.evaluation.episodes),
+        seed=config.evaluation.seed if seed is None else seed,
+        sample=sample,
+        replace=words,
+        beside=beside,
+    )
 
-            def progress(done: int, _: int, before: int = played) -> None:
-                click.echo(f"episode {before + done}/{number}", err=True)
-
-            seeds = first + np.array(index, dtype=np.uint64)
-            found = evaluation.evaluate(
-                policy,
-                batch,
-                config.policy.chunk,
-                seeds,
-                override,
-                progress,
-                noise_seed=config.seed if sample else None,
-                watcher=films,
+    def take(place: Path, evaluator: Evaluator) -> None:
+        result = summary(played, place, evaluator.outcomes)
+        if video is not None:
+            shot = films.shoot(
+                video, played, evaluator.outcomes, evaluator.actions, lambda text: click.echo(text, err=True)
             )
-        finally:
-            batch.close()
-        outcomes.put(np.array(index), found)
-        played += len(index)
+            result["videos"] = [str(file) for file in shot]
+        if as_json:
+            click.echo(json.dumps(result | {"successes": evaluator.outcomes.success.astype(int).tolist()}))
+        else:
+            show(place, result, evaluator.outcomes)
+
+    def refuse(place: Path, error: InputError) -> None:
+        if place in given:
+            raise error
+        click.echo(json.dumps({"checkpoint": str(place), "error": str(error)}))
+
+    places = held_out.Places(given)
+    if STDIN in checkpoints:
+        places.follow(iter(sys.stdin.readline, ""))
+    held_out.play(played, url or os.environ.get(URL_VARIABLE) or None, places, take, refuse, inline=inline)
+
+
+def summary(played: Config, place: Path, outcomes: Outcomes) -> dict[str, Any]:
+    """All figures of one checkpoint. played: the config of the evaluation's run."""
+    from vla_stream import tasks
+
+    assert played.held_out is not None
+    number = played.evaluation.episodes
     result: dict[str, Any] = {
         "checkpoint": str(place),
         "episodes": number,
-        "seed": first,
-        "sampled": sample,
+        "seed": played.evaluation.seed,
+        "sampled": played.held_out.sample,
         **rate(outcomes.success),
         "success_once": float(outcomes.success.mean()),
         "success_at_end": float(outcomes.success_at_end.mean()),
         "return": float(outcomes.returns.mean()),
         "steps": float(outcomes.steps.mean()),
     }
-    if config.environment.tasks:
-        parts = tasks.dealt(config.environment, number)
+    if played.environment.tasks:
+        parts = tasks.dealt(played.environment, number)
         result["tasks"] = {task: {"episodes": len(i), **rate(outcomes.success[list(i)])} for task, i in parts.items()}
     result["instructions"] = {}
     for sentence in sorted(set(outcomes.instructions)):
         success = outcomes.success[outcomes.instructions == sentence]
         result["instructions"][sentence] = {"episodes": len(success), **rate(success)}
-    result["videos"] = [] if films is None else [str(file) for file in films.saved]
-    if as_json:
-        click.echo(json.dumps(result | {"successes": outcomes.success.astype(int).tolist()}))
-        return
+    result["videos"] = []
+    return result
+
+
+def show(place: Path, result: dict[str, Any], outcomes: Outcomes) -> None:
+    """For people."""
+    from vla_stream.streams.notices import one_line
+
     click.echo(
-        f"{place}: success {shown(result)}, at the end {int(outcomes.success_at_end.sum())}/{number}, "
+        f"{place}: success {shown(result)}, at the end {int(outcomes.success_at_end.sum())}/{result['episodes']}, "
         f"return {result['return']:.3f}, {result['steps']:.1f} steps per episode"
     )
     for task, figures in result.get("tasks", {}).items():
@@ -174,10 +195,9 @@ def find_checkpoint(folder: Path) -> Path:
     raise InputError(f"{folder}: holds no complete checkpoint, expected one, for example runs/demo/checkpoints/000040")
 
 
-def word_replacement(text: str) -> Callable[[str], str]:
-    """From `red=green,green=red` to a function that replaces all whole words at once. Raises InputError."""
+def word_replacement(text: str) -> dict[str, str]:
+    """`red=green,green=red` as a mapping. Raises InputError."""
     pairs = dict(part.split("=", 1) for part in text.split(",") if "=" in part)
     if not pairs or len(pairs) != len(text.split(",")) or "" in pairs:
         raise InputError(f"--replace {text}: expected WORD=WORD,..., for example red=green,green=red")
-    pattern = re.compile(rf"\b({'|'.join(re.escape(word) for word in pairs)})\b")
-    return lambda sentence: pattern.sub(lambda match: pairs[match[0]], sentence)
+    return pairs

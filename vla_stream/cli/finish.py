@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -45,7 +44,7 @@ def newest_update(run_dir: Path) -> int:
 
 
 def evaluate_ends(config: Config, idle: Callable[[], bool], tell: Callable[[str], None]) -> dict[str, dict[str, Any]]:
-    """Play checkpoint 0 and the newest on the same held-out seeds, side by side in processes of their own.
+    """Play checkpoint 0 and the newest on the same held-out seeds, as a run of its own.
 
     Returns what `vla-stream eval --json` says, under `before` and `after`; empty without episodes or checkpoints.
     Raises Interrupted, or RunFailed (InputError for bad input).
@@ -60,21 +59,16 @@ def evaluate_ends(config: Config, idle: Callable[[], bool], tell: Callable[[str]
         ends["before"] = first
     names = " and ".join(str(int(folder.name)) for folder in sorted(ends.values()))
     tell(f"evaluating update {names} on {config.evaluation.episodes} held-out seeds")
-    logs = run_dir / "logs"
-
-    def start(when: str) -> Helper:
-        arguments = ["eval", str(run_dir / CONFIG_FILE), "--checkpoint", str(ends[when]), "--json"]
-        return Helper(f"evaluation {when}", arguments, logs / f"eval-{when}.json", logs / f"eval-{when}.log")
-
-    groups = [list(ends)] if (os.cpu_count() or 1) > 1 else [[when] for when in ends]
-    for group in groups:
-        wait_for([start(when) for when in group], idle, tell)
-    results = {}
-    for when in ends:
-        try:
-            results[when] = json.loads((logs / f"eval-{when}.json").read_text(encoding="utf-8"))
-        except ValueError as exc:
-            raise RunFailed(f"evaluation {when}: its output is no JSON; see {logs}/eval-{when}.log") from exc
+    log, output = run_dir / "logs" / "eval.log", run_dir / "logs" / "eval.json"
+    arguments = ["eval", str(run_dir / CONFIG_FILE), "--json"]
+    for folder in ends.values():
+        arguments += ["--checkpoint", str(folder)]
+    wait_for([Helper("evaluation", arguments, output, log)], idle, tell)
+    try:
+        found = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+        results = dict(zip(ends, found, strict=True))
+    except ValueError as exc:
+        raise RunFailed(f"evaluation: its output is not one JSON object per checkpoint; see {log}") from exc
     now_s = time.time()
     records: list[dict[str, object]] = [
         {"time": now_s, "kind": "evaluation", "when": when, **{k: result[k] for k in result if k not in NOT_FLAT}}

@@ -12,17 +12,20 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vla_stream.cli.options import URL_FILE
+from vla_stream.cli.samples import METRICS_FILE
+from vla_stream.cli.timeline import TRACE_FILE
 from vla_stream.errors import InputError
 
 if TYPE_CHECKING:
     from vla_stream.config import Config
 
-CONFIG_FILE, LOCK_FILE = "config.yaml", "lock"
+CONFIG_FILE, LOCK_FILE, LOGS = "config.yaml", "lock", "logs"
 
 
 class RunFolder:
@@ -31,7 +34,7 @@ class RunFolder:
     def __init__(self, config: Config, lock: int, notes: list[str]) -> None:
         self.config, self.notes = config, notes
         self.path = config.run_dir
-        self.logs = self.path / "logs"
+        self.logs = self.path / LOGS
         self._lock = lock
 
     @classmethod
@@ -53,24 +56,34 @@ class RunFolder:
             chosen = name
         renamed = _renamed(config, chosen)
         path = renamed.run_dir
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            lock = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except OSError as exc:
-            raise InputError(f"{path}: cannot be made ({exc.strerror}); set runs_dir to a folder of yours") from exc
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as exc:
-            os.close(lock)
-            raise InputError(
-                f"{path}: in use by another `vla-stream run`, expected none; give another --run NAME"
-            ) from exc
+        lock = _locked(path)
+        if lock is None:
+            raise InputError(f"{path}: in use by another `vla-stream run`, expected none; give another --run NAME")
         if not resume and any(item.name != LOCK_FILE for item in path.iterdir()):
             os.close(lock)
             raise InputError(f"{path}: exists; continue it with --resume, or give another --run NAME")
         if resume:
             notes += [f"since the run began, {line}" for line in _changes(path / CONFIG_FILE, renamed)]
         folder = cls(renamed, lock, notes)
+        folder.logs.mkdir(exist_ok=True)
+        folder._write_config()
+        return folder
+
+    @classmethod
+    def open_evaluation(cls, config: Config) -> RunFolder:
+        """For `config.name`, that of an evaluation; with -2, -3 … while another one uses it. What the last one left
+        there is removed."""
+        for number in range(1, 10_000):
+            renamed = _renamed(config, config.name if number == 1 else f"{config.name}-{number}")
+            lock = _locked(renamed.run_dir)
+            if lock is not None:
+                break
+        else:
+            raise InputError(f"{config.run_dir}: thousands of evaluations of this run, expected one or two at a time")
+        for name in (CONFIG_FILE, METRICS_FILE, TRACE_FILE):
+            (renamed.run_dir / name).unlink(missing_ok=True)
+        shutil.rmtree(renamed.run_dir / LOGS, ignore_errors=True)
+        folder = cls(renamed, lock, [])
         folder.logs.mkdir(exist_ok=True)
         folder._write_config()
         return folder
@@ -93,6 +106,21 @@ class RunFolder:
 
         text = yaml.safe_dump(self.config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
         (self.path / CONFIG_FILE).write_text(text, encoding="utf-8")
+
+
+def _locked(path: Path) -> int | None:
+    """The lock of a run's folder, which is made; None while another process has it. Raises InputError."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as exc:
+        raise InputError(f"{path}: cannot be made ({exc.strerror}); set runs_dir to a folder of yours") from exc
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        return None
+    return lock
 
 
 def _renamed(config: Config, name: str) -> Config:

@@ -115,19 +115,20 @@ class Launch:
 
     # ---- the run
 
-    def launch_workers(self) -> None:
-        """Trainer, generators, simulators, as many as the config says."""
+    def launch_workers(self, roles: Sequence[str] = ROLES) -> None:
+        """Trainer, generators, simulators, as many as the config says. roles: those of them that are wanted, in an
+        order in which one does not wait for another."""
         self.supervisor = Supervisor(
             self.url,
             self.config.name,
             self.config.runs_dir,
             lease_s=self.config.flow.lease_s,
-            watch_roles=True,
+            watch_roles=roles == ROLES,
             shm=self.flow.shm_folder(),
             command=partial(worker_command, interpreters=self.config.interpreters),
         )
         counts = {"trainer": 1, "generator": self.config.generators.count, "simulator": self.config.simulators.count}
-        for role in ROLES:
+        for role in roles:
             self.supervisor.launch(role, counts[role])
 
     def drive(self) -> Ending:
@@ -136,14 +137,7 @@ class Launch:
         assert supervisor is not None
         ending: Ending = "finished"
         while True:
-            self._tell(supervisor.step())
-            if supervisor.failures and not supervisor.draining:
-                role, cause = next(iter(supervisor.failures.items()))
-                if role in supervisor.refused:
-                    raise InputError(f"{role}: {cause}")
-                raise RunFailed(
-                    f"{role}: {cause}; see {self.run_dir / 'logs'}/ and `--resume` to go on from its checkpoint"
-                )
+            self.watch(remedy=" and `--resume` to go on from its checkpoint")
             if self.signals.asked >= 2:
                 supervisor.stop()
                 return "interrupted"
@@ -157,6 +151,18 @@ class Launch:
             elif not supervisor.children:
                 return ending
             time.sleep(STEP_S)
+
+    def watch(self, remedy: str = "") -> None:
+        """One round of watching this host's workers. Raises RunFailed, or InputError, for a role that failed; remedy:
+        what its person may do then."""
+        supervisor = self.supervisor
+        assert supervisor is not None
+        self._tell(supervisor.step())
+        if supervisor.failures and not supervisor.draining:
+            role, cause = next(iter(supervisor.failures.items()))
+            if role in supervisor.refused:
+                raise InputError(f"{role}: {cause}")
+            raise RunFailed(f"{role}: {cause}; see {self.run_dir / 'logs'}/{remedy}")
 
     def _scale(self, state: FlowState | None, supervisor: Supervisor) -> None:
         """Follow `vla-stream scale`."""

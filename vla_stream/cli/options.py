@@ -75,12 +75,13 @@ def config_options(command: Command) -> Command:
 
 def find_run(run: str | None, runs_dir: Path) -> str:
     """The run's name, checked; if none was given, that of the one that is alive here. Raises InputError."""
-    from vla_stream.config import RUN_NAME
+    from vla_stream.config import EVALUATION, RUN_NAME
 
     if run is None:
         files = sorted(runs_dir.glob(f"*/{URL_FILE}"))
         living = [path for path in files if server_may_live(path.read_text(encoding="utf-8").strip())]
         here = [path.parent.name for path in living or files]
+        here = [name for name in here if EVALUATION not in name] or here
         if len(here) != 1:
             found = f"{', '.join(here)} run here" if here else f"no run in {runs_dir}/ is alive"
             raise InputError(f"--run: not given and {found}, expected exactly one; give --run NAME")

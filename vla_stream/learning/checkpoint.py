@@ -103,6 +103,15 @@ def load(path: Path) -> Checkpoint:
     return Checkpoint(path, about["update"], about["version"], states[0], states[1], about["meta"])
 
 
+def policy_bytes(path: Path) -> bytes:
+    """The policy of a checkpoint as safetensors bytes, which is also how weights travel. Raises InputError."""
+    _verified(path)
+    try:
+        return (path / POLICY).read_bytes()
+    except OSError as exc:
+        raise InputError(f"{path / POLICY}: {_reason(exc)}, expected safetensors; use an older checkpoint") from exc
+
+
 def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint of a run that is complete, and one sentence for each newer one that is not.
 
