@@ -406,11 +406,12 @@ class Trainer:
             return
         self._checkpointed, self._retry_checkpoint_s = self.update, math.inf
         try:
-            best = checkpoint.best(self.folder)
-            if self._score is not None and (best is None or self._score >= best[1]):
-                checkpoint.mark_best(self.folder, self.update)
-                best = f"{self.update:06d}", self._score
-            protected = (FIRST,) if best is None else (FIRST, best[0])
+            # With evaluations beside the run these choose the best one.
+            if self._score is not None and not self.config.evaluation.every:
+                best = checkpoint.best(self.folder)
+                if best is None or self._score >= best[1]:
+                    checkpoint.mark(self.folder, checkpoint.BEST, self.update)
+            protected = {FIRST, *checkpoint.protected(self.folder)}
             checkpoint.prune(self.folder, self.config.trainer.keep_checkpoints, protected=protected)
         except OSError as exc:
             self.worker.say("checkpoint", f"{self.folder}: old ones not removed ({exc.strerror or exc}); remove them")

@@ -51,7 +51,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     file = tmp_path / "mini.yaml"
     file.write_text(f"runs_dir: {tmp_path / 'runs'}\n{CONFIG}")
     save(tmp_path / "checkpoints", file, 3)
-    checkpoint.mark_best(tmp_path / "checkpoints", 3)
+    checkpoint.mark(tmp_path / "checkpoints", checkpoint.BEST, 3)
     return file
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ class Curve:
     env_steps: list[float] = field(default_factory=list)
     minutes: list[float] = field(default_factory=list)
     rates: list[tuple[float, float]] = field(default_factory=list)  # (minutes, env-steps/s sampled)
-    evaluations: dict[str, Record] = field(default_factory=dict)  # before, after
+    evaluations: dict[float, Record] = field(default_factory=dict)  # by update; inf: of the last
 
     def series(self, name: str, x: Sequence[float]) -> tuple[list[float], list[float]]:
         """x and y of a metric where it is there."""
@@ -57,7 +58,10 @@ def trace(records: Sequence[Record]) -> Curve:
         if record.get("kind") == "update":
             _add_update(curve, record, elapsed_s / 60)
         elif record.get("kind") == "evaluation":
-            curve.evaluations[str(record.get("when"))] = record
+            update = number(record, "update")
+            if update is None:
+                update = 0.0 if record.get("when") == "before" else math.inf
+            curve.evaluations[update] = record
         elif record.get("role") == "simulator":
             place = int(elapsed_s / RATE_BIN_S)
             bins[place] = bins.get(place, 0.0) + (number(record, "env_steps") or 0.0)
@@ -115,20 +119,23 @@ def _success(axis: Axes, curve: Curve, x: Sequence[float], label: str) -> None:
     by_task = sorted({name for record in curve.updates for name in record if name.startswith(BY_TASK)})
     for name in by_task if len(by_task) <= TASKS_DRAWN else ():
         axis.plot(*curve.series(name, x), linewidth=1.0, label=name.removeprefix(BY_TASK))
-    ends = {"before": 0.0, "after": x[-1] if x else 0.0}
-    for when, record in curve.evaluations.items():
+    places = {0.0: 0.0, math.inf: x[-1] if x else 0.0}
+    places |= {number(record, "update") or 0.0: place for place, record in zip(x, curve.updates, strict=True)}
+    labelled = False
+    for update, record in sorted(curve.evaluations.items()):
         rate, low, high = (number(record, name) for name in ("success", "low", "high"))
-        if rate is None or low is None or high is None or when not in ends:
+        if rate is None or low is None or high is None or update not in places:
             continue
         axis.errorbar(
-            [ends[when]],
+            [places[update]],
             [rate],
             yerr=[[max(0.0, rate - low)], [max(0.0, high - rate)]],
             fmt="o",
             color=ORANGE,
             capsize=4,
-            label="evaluation, mode actions, 95 %" if when == "before" else None,
+            label=None if labelled else "evaluation, mode actions, 95 %",
         )
+        labelled = True
     axis.set(ylim=(-0.02, 1.02), xlabel=label, ylabel="success")
     _finish(axis)
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from vla_stream.cli import beside, samples
 from vla_stream.cli import curve as curves
-from vla_stream.cli import samples
-from vla_stream.cli.folder import CONFIG_FILE
+from vla_stream.cli.folder import CONFIG_FILE, LOGS
 from vla_stream.cli.helper import Helper, wait_for
 from vla_stream.cli.progress import count, duration
 from vla_stream.config import CHECKPOINTS, Config
@@ -22,12 +22,6 @@ from vla_stream.evaluation import mcnemar
 from vla_stream.learning import checkpoint
 
 CURVE_FILE, SUMMARY_FILE = "curve.png", "summary.json"
-NOT_FLAT = (
-    "successes",
-    "tasks",
-    "instructions",
-    "videos",
-)  # of an evaluation's result: summary.json and the logs have them
 
 
 def newest_checkpoint(run_dir: Path) -> Path | None:
@@ -44,7 +38,8 @@ def newest_update(run_dir: Path) -> int:
 
 
 def evaluate_ends(config: Config, idle: Callable[[], bool], tell: Callable[[str], None]) -> dict[str, dict[str, Any]]:
-    """Play checkpoint 0 and the newest on the same held-out seeds, as a run of its own.
+    """Play checkpoint 0 and the newest on the same held-out seeds, as a run of its own; what was evaluated beside the
+    run is not played again.
 
     Returns what `vla-stream eval --json` says, under `before` and `after`; empty without episodes or checkpoints.
     Raises Interrupted, or RunFailed (InputError for bad input).
@@ -57,9 +52,33 @@ def evaluate_ends(config: Config, idle: Callable[[], bool], tell: Callable[[str]
     first = checkpoint.places(run_dir / CHECKPOINTS)[0]
     if int(first.name) == 0 and first != newest:
         ends["before"] = first
+    known = {when: checkpoint.evaluation(place) for when, place in ends.items()}
+    results = {when: found for when, found in known.items() if found is not None and beside.is_of(config, found)}
+    missing = {when: place for when, place in ends.items() if when not in results}
+    if missing:
+        results |= _evaluate(config, missing, idle, tell)
+    now_s = time.time()
+    records: list[dict[str, object]] = [
+        {
+            "time": now_s,
+            "kind": "evaluation",
+            "when": when,
+            "update": int(place.name),
+            **{name: value for name, value in results[when].items() if name not in beside.NOT_FLAT},
+        }
+        for when, place in ends.items()
+    ]
+    samples.append(run_dir / samples.METRICS_FILE, records)
+    return results
+
+
+def _evaluate(
+    config: Config, ends: dict[str, Path], idle: Callable[[], bool], tell: Callable[[str], None]
+) -> dict[str, dict[str, Any]]:
+    run_dir = config.run_dir
     names = " and ".join(str(int(folder.name)) for folder in sorted(ends.values()))
     tell(f"evaluating update {names} on {config.evaluation.episodes} held-out seeds")
-    log, output = run_dir / "logs" / "eval.log", run_dir / "logs" / "eval.json"
+    log, output = run_dir / LOGS / "eval.log", run_dir / LOGS / "eval.json"
     arguments = ["eval", str(run_dir / CONFIG_FILE), "--json"]
     for folder in ends.values():
         arguments += ["--checkpoint", str(folder)]
@@ -69,12 +88,8 @@ def evaluate_ends(config: Config, idle: Callable[[], bool], tell: Callable[[str]
         results = dict(zip(ends, found, strict=True))
     except ValueError as exc:
         raise RunFailed(f"evaluation: its output is not one JSON object per checkpoint; see {log}") from exc
-    now_s = time.time()
-    records: list[dict[str, object]] = [
-        {"time": now_s, "kind": "evaluation", "when": when, **{k: result[k] for k in result if k not in NOT_FLAT}}
-        for when, result in results.items()
-    ]
-    samples.append(run_dir / samples.METRICS_FILE, records)
+    for when, result in results.items():
+        beside.keep(config, ends[when], result, tell)
     return results
 
 
@@ -131,9 +146,10 @@ def summarise(config: Config, results: dict[str, dict[str, Any]], session_s: flo
     newest = newest_checkpoint(run_dir)
     if newest is not None:
         lines.append(f"policy   {_shown(newest)}")
-    best = checkpoint.best(run_dir / CHECKPOINTS)
+    best = checkpoint.marked(run_dir / CHECKPOINTS, checkpoint.BEST)
     if best is not None:
-        lines.append(f"best     {_shown(run_dir / CHECKPOINTS / checkpoint.BEST)}, {best[0]} by training success")
+        by = "evaluation" if config.evaluation.every else "training success"
+        lines.append(f"best     {_shown(run_dir / CHECKPOINTS / checkpoint.BEST)}, {best} by {by}")
     if (run_dir / CURVE_FILE).exists():
         lines.append(f"curve    {_shown(run_dir / CURVE_FILE)}")
     lines.append(f"metrics  {_shown(run_dir / samples.METRICS_FILE)}")

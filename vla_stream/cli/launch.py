@@ -15,6 +15,8 @@ from vla_stream.broker.connection import REDIS_ERRORS, UNREACHABLE, Client, addr
 from vla_stream.broker.server import EmbeddedServer
 from vla_stream.broker.tail import Tail
 from vla_stream.cli.allocation import Allocator
+from vla_stream.cli import beside
+from vla_stream.cli.beside import Beside
 from vla_stream.cli.display import Display
 from vla_stream.cli.finish import newest_update
 from vla_stream.cli.progress import Progress
@@ -29,10 +31,10 @@ from vla_stream.flow import SCALABLE, Desired, Flow, FlowState, LastSeen
 from vla_stream.streams import notices, presence
 from vla_stream.streams.keys import Keys
 from vla_stream.streams.notices import one_line
+from vla_stream.streams.presence import EVALUATED, LAUNCHER
 from workers.janitor import Janitor
 from workers.supervisor import ROLES, Notice, Supervisor, worker_command
 
-LAUNCHER = "launcher"
 LAUNCHER_TTL_S = 30.0
 BEAT_S = 1.0
 STEP_S = 0.1
@@ -78,6 +80,8 @@ class Launch:
         self.progress = Progress(config.updates)
         self.supervisor: Supervisor | None = None
         self._janitor: Janitor | None = None
+        self._beside = Beside(config, display.tell) if config.evaluation.every else None
+        self._evaluated = ""
         self._token = secrets.token_hex(8)
         self.metrics = StreamFile(self.client, self.keys.metrics, self.run_dir / METRICS_FILE, display.tell, is_sample)
         self._trace = StreamFile(self.client, self.keys.trace, self.run_dir / TRACE_FILE, display.tell, is_trace)
@@ -334,6 +338,7 @@ class Launch:
             **presence.process_fields(),
             "state": "running",
             "started_ms": self._started_ms,
+            EVALUATED: self._evaluated,
         }
         self._claimed = presence.claim(self.flow.scripts, self.keys, LAUNCHER, self._token, LAUNCHER_TTL_S, about)
         if not self._claimed:
@@ -358,6 +363,12 @@ class Launch:
         self.progress.trainer_state = next((item.state for item in there if item.role == "trainer"), "")
         notices.trim(self.client, self.keys)
         self._show_events()
+        if self._beside is not None and self.supervisor is not None and not self.supervisor.draining:
+            found = self._beside.look()
+            if found is not None:
+                self._evaluated = beside.sentence(found)
+                notices.sample(self.client, self.keys, LAUNCHER, LAUNCHER, "evaluation", found)
+                notices.say(self.client, self.keys, LAUNCHER, "evaluated", self._evaluated)
 
     def _show_events(self) -> None:
         """What others wrote there since the last look, a few of each kind."""
@@ -382,6 +393,8 @@ class Launch:
 
     def _clear_up(self) -> None:
         """No process, key, file or socket stays, whatever happened before; each step is tried."""
+        if self._beside is not None:
+            self._beside.close()
         if self.supervisor is not None:
             with contextlib.suppress(*REDIS_ERRORS):
                 self.supervisor.close()

@@ -74,7 +74,8 @@ def run(
     folder = RunFolder.open(config, name=name, resume=resume)
     display = make_display(plain=plain or inline)
     try:
-        for note in [*folder.notes, *settings.notes(folder.config)]:
+        inline_notes = ["--inline: nothing is evaluated beside the run"] if inline and config.evaluation.every else []
+        for note in [*folder.notes, *settings.notes(folder.config), *inline_notes]:
             display.tell(f"note: {note}")
         flags = [word for item in overrides for word in ("--set", item)]
         flags += ["--updates", str(updates)] if updates else []

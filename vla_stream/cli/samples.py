@@ -2,7 +2,7 @@
 
 A record is a flat dict: `time` (seconds, the server's clock), `worker`, `role`, `kind`, and one number per metric.
 Kinds that workers write: `second` (once a second) and `update`. Kinds that the launcher adds: `start` (a session
-began) and `evaluation`.
+began), `books` (it ended) and `evaluation` (of an update's policy).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LAST_WORDS = 300
 MAX_NUMBERS = 600  # in one record; each of up to 100 tasks has five
 TEXTS = ("worker", "role", "kind", "id")
 ENTRY_ID = re.compile(r"[0-9]{1,19}-[0-9]{1,19}")  # two numbers below 2^64
-KINDS = ("second", "update")  # of those that workers write
+KINDS = ("second", "update", "evaluation")  # of those that workers and the launcher write
 
 
 class StreamFile:

@@ -50,6 +50,8 @@ def status(target: Target, as_json: bool) -> None:
     )
     console.print(f"queues   {queues} · dead letters so far {found['dead_letters']}", markup=False)
     console.print(found["books"]["sentence"], markup=False)
+    if found["evaluated"]:
+        console.print(f"evaluated {found['evaluated']}", markup=False)
     if found["bottleneck"]:
         console.print(f"limit    {found['bottleneck']}", markup=False)
 
@@ -101,6 +103,7 @@ def look(client: Client, run: str) -> tuple[dict[str, Any], Pulse]:
             for item in presence.alive(client, keys)
         ],
         "bottleneck": pulse.bottleneck(),
+        "evaluated": one_line(client.hget(keys.worker(presence.LAUNCHER), presence.EVALUATED) or b""),
         "queues": {name: int(client.xlen(stream)) for name, stream in streams.items()},
         "oldest_s": {name: oldest_age_s(client, stream, server_ms) for name, stream in streams.items()},
         "dead_letters": dead_letters_in_all(client, keys),

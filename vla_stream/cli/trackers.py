@@ -101,20 +101,23 @@ def check_installed(config: Config) -> None:
 
 
 class _PerUpdate:
-    """One step per update: its own figures, and the rates of the moment."""
+    """One step per update: its own figures, and the rates of the moment; and what its policy's evaluation says."""
 
     def __init__(self) -> None:
         self._pulse = Pulse()
 
     def steps(self, records: Sequence[Record]) -> Iterator[tuple[int, dict[str, float]]]:
-        """(update, figures) of those records that are updates."""
+        """(update, figures) of those records that are of an update; an evaluation's come later than its update's."""
         for record in records:
             self._pulse.add([record])
-            update = number(record, "update")
-            if record.get("kind") != "update" or update is None:
+            update, kind = number(record, "update"), record.get("kind")
+            if kind not in ("update", "evaluation") or update is None:
                 continue
             found = {name: number(record, name) for name in record if name not in ABOUT}
-            figures = {f"update/{name}": value for name, value in found.items() if value is not None}
+            figures = {f"{kind}/{name}": value for name, value in found.items() if value is not None}
+            if kind == "evaluation":
+                yield int(update), figures
+                continue
             for role, shares in self._pulse.role_shares().items():
                 figures |= {f"time/{role}.{what}": getattr(shares, what) for what in ("work", "input", "output")}
             figures["rate/env_steps"] = self._pulse.rate("simulator", "env_steps")
@@ -159,12 +162,14 @@ class WeightsAndBiases:
         except Exception as exc:
             reason = " ".join(str(exc).split())[:200]
             raise InputError(f"tracking.wandb: {reason}; log in with `wandb login`, or set WANDB_MODE=offline") from exc
-        self._updates = _PerUpdate()
+        self._updates, self._newest = _PerUpdate(), 0
 
     def add(self, records: Sequence[Record]) -> None:
         """See the protocol."""
         for update, figures in self._updates.steps(records):
-            self._run.log(figures, step=update)
+            # Its steps only grow, so what is late is logged with the newest one.
+            self._newest = max(self._newest, update)
+            self._run.log(figures | {"of_update": update}, step=self._newest)
 
     def close(self) -> None:
         """See the protocol."""
@@ -196,13 +201,14 @@ class Prometheus:
         """See the protocol."""
         for record in records:
             about = str(record.get("worker", "")), str(record.get("role", ""))
-            of_update = record.get("kind") == "update"
+            kind = record.get("kind")
+            of_update = kind in ("update", "evaluation")
             for name in record:
                 value = number(record, name) if name not in (*TEXTS, "time", "seconds") else None
                 if value is None:
                     continue
                 counted = is_bucket(name) or (not of_update and COUNTERS.fullmatch(name) is not None)
-                place = (*about, f"update_{name}" if of_update and not counted else name)
+                place = (*about, f"{kind}_{name}" if of_update and not counted else name)
                 values: dict[tuple[str, str, str], float] = self._totals if counted else self._gauges
                 if place in values or len(values) < MOST_SERIES:
                     values[place] = values.get(place, 0.0) + value if counted else value

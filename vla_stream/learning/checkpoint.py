@@ -1,13 +1,14 @@
 """Checkpoints on disk: `<folder>/<update:06d>/` with policy.safetensors, optimiser.safetensors and meta.json.
 
 A checkpoint appears whole or not at all: it is written to a temporary folder beside its place, made durable, then
-renamed. One process writes to a folder; any number may read it.
+renamed. One process writes checkpoints to a folder; any number may read it.
 
 meta.json, for example:
     {"format": 1, "update": 40, "version": 43, "digests": {"policy.safetensors": "8f1c…", …},
      "meta": {"run": "demo", "trained": 1280, "skipped": 0, "score": 0.81}}
 `digests` are xxh64 over each file's bytes; `meta` is what the caller gave, with the counters that its books go on from.
-`<folder>/best` is a symbolic link to one of them, which is kept as long as it is there.
+`<folder>/best` is a symbolic link to one of them, which is kept as long as it is there, and so is `<folder>/evaluated`,
+that which is being evaluated beside the run. An evaluation leaves its result in the checkpoint, as evaluation.json.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ Found = TypeVar("Found")
 FORMAT = 1
 POLICY, OPTIMISER, META = "policy.safetensors", "optimiser.safetensors", "meta.json"
 COUNTERS = ("trained", "skipped")  # segments; `meta` holds them
-BEST = "best"
+BEST, EVALUATED = "best", "evaluated"
+EVALUATION = "evaluation.json"
 _UNFINISHED = ".unfinished-"
 
 
@@ -139,20 +141,60 @@ def places(folder: Path) -> list[Path]:
 
 def best(folder: Path) -> tuple[str, float] | None:
     """The name of the best checkpoint, and its score; None where there is none that `mark_best` left."""
+    name = marked(folder, BEST)
+    if name is None:
+        return None
     try:
-        name = os.readlink(folder / BEST)
         score = json.loads((folder / name / META).read_text(encoding="utf-8"))["meta"]["score"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    return (name, score) if _is_number(name) and isinstance(score, float) and 0 <= score <= 1 else None
+    return (name, score) if isinstance(score, float) and 0 <= score <= 1 else None
 
 
-def mark_best(folder: Path, update: int) -> None:
-    """From now on that one is the best. Raises OSError."""
-    link = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=folder)) / BEST
+def marked(folder: Path, mark: str) -> str | None:
+    """The name of the checkpoint with this mark (BEST or EVALUATED)."""
+    try:
+        name = os.readlink(folder / mark)
+    except OSError:
+        return None
+    return name if _is_number(name) else None
+
+
+def mark(folder: Path, mark: str, update: int) -> None:
+    """From now on that one has it. Raises OSError."""
+    link = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=folder)) / mark
     link.symlink_to(f"{update:06d}")
-    link.replace(folder / BEST)
+    link.replace(folder / mark)
     link.parent.rmdir()
+
+
+def unmark(folder: Path, mark: str) -> None:
+    """Raises OSError."""
+    (folder / mark).unlink(missing_ok=True)
+
+
+def protected(folder: Path) -> set[str]:
+    """Names of those with a mark. In this order: what was evaluated may become the best, and loses its first mark only
+    then."""
+    found = [marked(folder, EVALUATED), marked(folder, BEST)]
+    return {name for name in found if name is not None}
+
+
+def evaluation(path: Path) -> dict[str, Any] | None:
+    """The result that an evaluation left in this checkpoint."""
+    try:
+        found = json.loads((path / EVALUATION).read_text(encoding="utf-8"))
+        success = found["success"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return found if isinstance(success, float) and 0 <= success <= 1 else None
+
+
+def keep_evaluation(path: Path, result: Mapping[str, Any]) -> None:
+    """Leave it there. Raises OSError."""
+    unfinished = path / f".{EVALUATION}"
+    unfinished.write_text(json.dumps(dict(result), indent=1) + "\n", encoding="utf-8")
+    unfinished.replace(path / EVALUATION)
 
 
 def prune(folder: Path, keep: int, protected: Collection[str] = ()) -> None:

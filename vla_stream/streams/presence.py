@@ -18,6 +18,8 @@ from vla_stream.broker.scripts import CLAIM_WORKER, RELEASE_WORKER, Scripts
 from vla_stream.streams.keys import Keys
 
 READERS = ("generator", "trainer")  # of observations
+LAUNCHER = "launcher"
+EVALUATED = "evaluated"  # field of its hash: what the last evaluation beside the run said
 
 
 @dataclass(frozen=True, slots=True)
