@@ -189,6 +189,7 @@ def test_weights_of_another_policy_are_refused_in_one_line(evaluate: Any, file: 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_one_generator_and_four_give_the_same_numbers(evaluate: Any) -> None:
     flags = ("--json", "--sample", "--set", "simulators.env_batches=2")
     alone = evaluate(*flags)
@@ -198,6 +199,7 @@ def test_one_generator_and_four_give_the_same_numbers(evaluate: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_seeds_at_which_the_environment_always_fails_end_the_evaluation_with_a_word(evaluate: Any) -> None:
     options = "environment.options={fault: raise, fault_seed: 10000003, fault_step: 1}"
     assert "failed three times" in evaluate("--set", options, expected=1, inline=False)
@@ -240,6 +242,7 @@ def until(condition: Callable[[], object]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_workers_that_are_killed_change_no_number(evaluate: Any, playing: Any) -> None:
     def kill(client: Client, keys: Keys) -> None:
         for worker in presence.alive(client, keys):
@@ -250,5 +253,6 @@ def test_workers_that_are_killed_change_no_number(evaluate: Any, playing: Any) -
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_an_evaluation_whose_server_loses_everything_begins_anew(evaluate: Any, playing: Any) -> None:
     assert playing(lambda client, _: client.flushall()) == evaluate("--json")

@@ -97,6 +97,22 @@ def test_the_best_checkpoint_is_kept_by_what_its_training_episodes_surely_reache
     assert {path.name for path in best.parent.iterdir()} == {"000000", f"{marked[-1]:06d}", "000009", "best"}
 
 
+def test_where_evaluations_choose_the_best_checkpoint_the_trainer_keeps_it_and_chooses_none(make: Make) -> None:
+    evaluation = {"every": 1, "episodes": 10}
+    bench = make(updates=6, trainer__checkpoint_every=1, trainer__keep_checkpoints=1, evaluation=evaluation)
+    trainer, folder = bench.trainer(), bench.config.run_dir / "checkpoints"
+    for update in range(1, 7):
+        bench.feed(version=trainer.version)
+        assert trainer.step(None)
+        assert checkpoint.marked(folder, checkpoint.BEST) == (None if update < 4 else "000002")
+        if update == 2:
+            checkpoint.mark(folder, checkpoint.EVALUATED, 2)  # as the launcher does while it is played
+        if update == 3:
+            checkpoint.mark(folder, checkpoint.BEST, 2)
+            checkpoint.mark(folder, checkpoint.EVALUATED, 3)
+    assert {path.name for path in checkpoint.places(folder)} == {"000000", "000002", "000003", "000006"}
+
+
 def test_segments_above_the_stale_limit_are_refused_and_their_tickets_given_out_again(make: Make, run: Run) -> None:
     bench = make(flow__stale_limit=1, flow__max_staleness=1, updates=10)
     trainer = bench.trainer()
