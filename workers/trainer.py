@@ -27,6 +27,7 @@ from vla_stream.learning import checkpoint, cloning, recordings
 from vla_stream.learning.update import Learner, LearnerState, UpdateResult
 from vla_stream.policies.protocol import Policy
 from vla_stream.streams import presence
+from vla_stream.streams.specification import specification_to_json
 from vla_stream.streams.trajectories import Trajectory
 from workers import history, records
 from workers.intake import Held, Intake
@@ -394,7 +395,13 @@ class Trainer:
     def _save_checkpoint(self) -> None:
         self._begin_anew()  # what is begun of the next update belongs to no checkpoint
         state = self.learner.state()
-        meta = {"run": self.config.name, "trained": self._trained, "skipped": self._skipped, "score": self._score}
+        meta: dict[str, object] = {
+            "run": self.config.name,
+            "trained": self._trained,
+            "skipped": self._skipped,
+            "score": self._score,
+        }
+        meta["specification"] = specification_to_json(self.specification)  # an export needs no simulator
         try:
             with self.meter.busy("checkpoint"):
                 checkpoint.save(self.folder, self.update, self.version, state.policy, state.optimiser, meta)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
 
 from vla_stream.cli.main import call
 from vla_stream.config import load
+from vla_stream.environments.protocol import Observations
 from vla_stream.environments.tabletop import Tabletop
 from vla_stream.learning import checkpoint
 from vla_stream.policies.tiny import Tiny
+from vla_stream.streams.specification import specification_to_json
 from workers.models import make_policy
 from workers.trainer import load_policy
 
@@ -88,3 +93,36 @@ def test_what_stands_in_the_way_is_one_line_and_nothing_is_written(
     assert call(["export", str(tmp_path / "new"), "--checkpoint", str(run)]) == 2
     assert "expected the config of the checkpoint's run" in capsys.readouterr().err
     assert sorted(item.name for item in tmp_path.iterdir()) == ["mine", "taken"] and not list(taken.iterdir())
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.slow
+def test_the_export_of_a_vla_is_a_whole_model_too_and_needs_the_old_one_no_more(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoModel
+
+    from vla_stream.policies import vlm_network
+
+    specification = Tabletop(1, 40, Tabletop.Options()).specification
+    base, output = tmp_path / "base", tmp_path / "shared"
+    vlm_network.build(vlm_network.read_config(None, "smolvlm"), None).save_pretrained(base)
+    vlm_network.tokenizer(None).save(str(base / "tokenizer.json"))
+    policy_section = f"policy={{name: vlm, chunk: 4, options: {{checkpoint: {base}}}}}"
+    config = load([QUICKSTART], [f"runs_dir={tmp_path}", "name=mine", "pretrain=null", policy_section])
+    policy: Any = make_policy(config, specification, torch.device("cpu"))
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.05 * torch.randn(parameter.shape))
+    meta = {"trained": 8, "skipped": 0, "specification": specification_to_json(specification)}
+    checkpoint.save(config.run_dir / "checkpoints", 4, 5, policy.state_dict(), {}, meta)
+    (config.run_dir / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    assert call(["export", str(output), "--checkpoint", str(config.run_dir)]) == 0, capsys.readouterr().err
+    AutoModel.from_pretrained(output, local_files_only=True)
+    shutil.rmtree(base)
+    again: Any = make_policy(load([output / "config.yaml"]), specification, torch.device("cpu"))
+    load_policy(again, output)
+    seen = Observations.blank(specification, 2)
+    np.testing.assert_allclose(again.act(seen, None).actions, policy.act(seen, None).actions, atol=1e-5)
+    assert "from_pretrained" in (output / "README.md").read_text()

@@ -275,6 +275,36 @@ def test_statistics_may_lie_beside_the_weights_or_come_from_a_file_of_their_own(
     assert policy.action_low.tolist() == [-2.0, 0.0, 1.0] and policy.action_scaled.tolist() == [True, True, False]
 
 
+@pytest.mark.parametrize("cls", [OpenVla, OpenVlaOft])
+def test_a_policy_that_is_written_out_is_a_whole_published_folder_and_acts_as_before(
+    published: Path, cls: type[OpenVla], tmp_path: Path
+) -> None:
+    policy, observations = make(cls, checkpoint=str(published), robot="my_robot"), look(3)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.02 * torch.randn(parameter.shape))
+    acted = policy.act(observations, None)
+    written = tmp_path / "written"
+    written.mkdir()
+    policy.write(written)
+    assert {file.name for file in written.iterdir()} == {f.name for f in published.iterdir()} | {"heads.safetensors"}
+    again = make(cls, checkpoint=str(written), robot="my_robot")
+    after = again.act(observations, None)
+    np.testing.assert_allclose(after.actions, acted.actions, atol=1e-5)
+    np.testing.assert_allclose(after.values, acted.values, atol=1e-4)
+    for part in published.glob("*.safetensors"):
+        before, now = load_file(part), load_file(written / part.name)
+        assert before.keys() == now.keys() and all(before[name].shape == now[name].shape for name in before)
+        moved = {name for name in before if not torch.equal(before[name], now[name])}
+        assert moved and not any("blocks.2." in name or name.endswith("embed_tokens.weight") for name in moved)
+
+
+def test_the_tiny_network_has_no_published_layout(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="has no published layout"):
+        make(OpenVla).write(tmp_path)
+
+
 def test_weights_saved_in_bfloat16_are_float32_here(own: Path) -> None:
     for part in own.glob("*.safetensors"):
         save_file({name: tensor.bfloat16() for name, tensor in load_file(part).items()}, part)

@@ -510,6 +510,41 @@ def test_weights_saved_in_bfloat16_are_trained_in_float32(saved: tuple[Path, Pi0
     assert {parameter.dtype for parameter in make(checkpoint=str(folder)).parameters()} == {torch.float32}
 
 
+@pytest.mark.parametrize("train", ["lora", "expert"])
+def test_a_policy_that_is_written_out_is_a_whole_model_and_acts_as_before(
+    saved: tuple[Path, Pi0], tmp_path: Path, train: str
+) -> None:
+    from transformers import PI0ForConditionalGeneration
+
+    folder, _ = saved
+    policy, observations = make(checkpoint=str(folder), train=train, noise="learned"), look(3)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.05 * torch.randn(parameter.shape))
+    acted, sampled = policy.act(observations, None), policy.act(observations, keys(3))
+    written = tmp_path / "written"
+    written.mkdir()
+    policy.write(written)
+    again = make(checkpoint=str(written), train=train, noise="learned", seed=9)
+    for before, after in ((acted, again.act(observations, None)), (sampled, again.act(observations, keys(3)))):
+        np.testing.assert_allclose(after.actions, before.actions, atol=1e-5)
+        np.testing.assert_allclose(after.values, before.values, atol=1e-5)
+        np.testing.assert_allclose(after.logprobs, before.logprobs, rtol=1e-4, atol=1e-3)
+    loaded, about = PI0ForConditionalGeneration.from_pretrained(
+        written, local_files_only=True, output_loading_info=True
+    )
+    assert not about["missing_keys"] and not about["unexpected_keys"]
+    plain = make(checkpoint=str(written), train="all").network.state_dict()
+    assert all(torch.equal(tensor, plain[name]) for name, tensor in loaded.state_dict().items())
+    assert json.loads((written / "processor_config.json").read_text())["processor_class"] == "PI0Processor"
+    with pytest.raises(
+        InputError, match=r"value_head.0.weight is \[5, 5\], expected .*; use those, or remove the file"
+    ):
+        save_file({"value_head.0.weight": torch.zeros(5, 5)}, written / "heads.safetensors")
+        make(checkpoint=str(written), train=train)
+
+
 def test_statistics_may_come_from_a_lerobot_dataset(saved: tuple[Path, Pi0], tmp_path: Path) -> None:
     folder, _ = saved
     file = tmp_path / "stats.json"

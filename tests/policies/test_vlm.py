@@ -219,6 +219,34 @@ def saved(folder: Path, family: str) -> Path:
 
 
 @FAMILIES
+@pytest.mark.parametrize("from_folder", [True, False])
+def test_a_policy_that_is_written_out_is_a_whole_model_and_acts_as_before(
+    family: str, from_folder: bool, tmp_path: Path
+) -> None:
+    from transformers import AutoModel
+
+    options: dict[str, Any] = {"train": "lora", "image_size": 32}
+    options |= {"checkpoint": str(saved(tmp_path / "model", family))} if from_folder else {"family": family}
+    policy, observations = make(**options), look(3)
+    policy.set_state_statistics(np.full(ROBOT.state_dims, 0.5, np.float32), np.full(ROBOT.state_dims, 2.0, np.float32))
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.05 * torch.randn(parameter.shape))
+    acted = policy.act(observations, None)
+    written = tmp_path / "written"
+    written.mkdir()
+    policy.write(written)
+    again = make(checkpoint=str(written), train="all", image_size=32, seed=9)
+    after = again.act(observations, None)
+    np.testing.assert_allclose(after.actions, acted.actions, atol=1e-4)
+    np.testing.assert_allclose(after.values, acted.values, atol=1e-4)
+    loaded = AutoModel.from_pretrained(written, local_files_only=True).state_dict()
+    ours = again.network.state_dict()
+    assert loaded.keys() == ours.keys() and all(torch.equal(loaded[name], tensor) for name, tensor in ours.items())
+
+
+@FAMILIES
 def test_a_folders_weights_are_the_networks(family: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "model", family)
     from transformers import AutoModelForImageTextToText

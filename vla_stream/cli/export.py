@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -12,7 +13,10 @@ import click
 from vla_stream.errors import InputError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from vla_stream.config import Config
+    from vla_stream.environments.protocol import Specification
     from vla_stream.learning.checkpoint import Checkpoint
 
 CARD = "README.md"
@@ -30,7 +34,8 @@ def export(output: Path, checkpoint: Path) -> None:
     """Write the policy of a checkpoint to DIR, which must not exist: weights without the optimiser, the run's config,
     and a model card.
 
-    DIR is a checkpoint itself, for `eval --checkpoint` and `policy.init_from`.
+    DIR is a checkpoint itself, for `eval --checkpoint` and `policy.init_from`. That of a VLA is also a whole model in
+    its published layout, with adapters merged: for from_pretrained, and for policy.options.checkpoint.
     """
     import yaml
 
@@ -48,7 +53,11 @@ def export(output: Path, checkpoint: Path) -> None:
     unfinished = output.with_name(f".{output.name}.unfinished")
     try:
         # Named by its update there; it gets the name that was asked for once it is whole.
-        written = checkpoints.save(unfinished, found.update, found.version, found.policy, {}, found.meta)
+        network = unfinished / "network"
+        config, policy = _as_published(config, found, network, output)
+        written = checkpoints.save(unfinished, found.update, found.version, policy, {}, found.meta)
+        for file in network.iterdir() if network.is_dir() else ():
+            file.rename(written / file.name)
         about = yaml.safe_dump(
             config.model_dump(mode="json") | {"runs_dir": "runs"}, sort_keys=False, allow_unicode=True
         )
@@ -57,9 +66,54 @@ def export(output: Path, checkpoint: Path) -> None:
         written.rename(output)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    parameters = sum(tensor.numel() for tensor in found.policy.values())
+    parameters = sum(tensor.numel() for tensor in policy.values())
     click.echo(f"{output}: {config.policy.name} after update {found.update}, {parameters:,} numbers")
     click.echo(f"evaluate it with: vla-stream eval {output / CONFIG_FILE} --checkpoint {output}")
+
+
+def _as_published(config: Config, found: Checkpoint, folder: Path, output: Path) -> tuple[Config, dict[str, Tensor]]:
+    """A VLA in its published layout, in `folder`: the config of a policy that begins from it, in `output`, and its
+    weights, since adapters begin anew there. Of other policies, both as they are. Raises InputError."""
+    import torch
+
+    from vla_stream import config as settings
+    from vla_stream import plugins
+    from workers.models import make_policy
+    from workers.trainer import load_policy
+
+    if not hasattr(plugins.load_class(plugins.POLICIES, config.policy.name), "write"):
+        return config, found.policy
+    if config.policy.options.get("checkpoint") is None:
+        click.echo(f"{config.policy.name} without policy.options.checkpoint is a random network; it is exported alone")
+        return config, found.policy
+    specification, device = _specification(config, found), torch.device("cpu")
+    policy: Any = make_policy(config, specification, device)
+    load_policy(policy, found.path)
+    folder.mkdir(parents=True)
+    policy.write(folder)
+    del policy  # it may fill half of the memory
+
+    def beginning_from(place: Path) -> Config:
+        data = config.model_dump(mode="json")
+        data["policy"]["options"] = {k: v for k, v in config.policy.options.items() if k != "statistics"}
+        data["policy"]["options"]["checkpoint"] = str(place)
+        return settings.validate(data, "export")
+
+    made: Any = make_policy(beginning_from(folder), specification, device)
+    return beginning_from(output), made.state_dict()
+
+
+def _specification(config: Config, found: Checkpoint) -> Specification:
+    """As the trainer noted it; of an older checkpoint, as the environment has it."""
+    from vla_stream import tasks
+    from vla_stream.streams.specification import specification_from_json
+    from workers import environment_apart
+
+    if "specification" in found.meta:
+        return specification_from_json(str(found.meta["specification"]))
+    first = tasks.config_for(config, tasks.names(config.environment)[0])
+    with contextlib.closing(environment_apart.make_batch(first, 1)) as batch:
+        return batch.specification
 
 
 def _config(file: Path) -> Config:
@@ -105,9 +159,22 @@ def _card(config: Config, found: Checkpoint, summary: dict[str, Any], output: Pa
     lines += [
         "",
         "Statistics of observations are in the weights; the whole config is in config.yaml.",
+        *_published(config, output),
         "",
         f"    vla-stream eval {output.name}/config.yaml --checkpoint {output.name}",
         f"    vla-stream run {output.name}/config.yaml --set pretrain=null --set policy.init_from={output.name}",
         "",
     ]
     return "\n".join(lines)
+
+
+def _published(config: Config, output: Path) -> list[str]:
+    """What else a VLA's folder is, if it is."""
+    if config.policy.options.get("checkpoint") != str(output):
+        return []
+    return [
+        "",
+        "It is also a whole model in its published layout, with adapters merged, in float32: give this folder to",
+        f"from_pretrained, or as policy.options.checkpoint, as its config.yaml does ({output}; change it where the",
+        "folder is moved). heads.safetensors holds what is beside the network, such as the value head.",
+    ]

@@ -14,8 +14,8 @@ from typing import Literal
 from vla_stream.broker.connection import REDIS_ERRORS, UNREACHABLE, Client, address, check_server, connect
 from vla_stream.broker.server import EmbeddedServer
 from vla_stream.broker.tail import Tail
-from vla_stream.cli.allocation import Allocator
 from vla_stream.cli import beside
+from vla_stream.cli.allocation import Allocator
 from vla_stream.cli.beside import Beside
 from vla_stream.cli.display import Display
 from vla_stream.cli.finish import newest_update

@@ -18,6 +18,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -99,14 +100,14 @@ class FlowPolicy(NetworkPolicy):
         self._delta = 1 / options.denoising_steps
         self._all_random = options.noise == "learned"
 
-    def close_flow(self, network: nn.Module, parts: Iterable[nn.Module]) -> None:
+    def close_flow(self, network: nn.Module, parts: Iterable[nn.Module], folder: Path | None = None) -> None:
         """The network is there: add the heads, and see `close_network`."""
         self.add_value_head(self._sizes.width)
         if self._all_random:
             self.noise_head = nn.Linear(self._sizes.width, self._sizes.action_dims)
             self.log_std_range: Tensor
             self.register_buffer("log_std_range", torch.tensor(self._flow.learned_std).log(), persistent=False)
-        self.close_network(network, parts)
+        self.close_network(network, parts, folder)
 
     @abstractmethod
     def _prefix(self, observations: Observations) -> Any:

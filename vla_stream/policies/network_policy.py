@@ -1,22 +1,28 @@
-"""What policies on a pretrained network share: how it is run and trained, and a value head beside it."""
+"""What policies on a pretrained network share: how it is run and trained, a value head beside it, and how both become a
+folder that `checkpoint` reads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
 import xxhash
 from pydantic import Field
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from vla_stream.environments.protocol import Observations
+from vla_stream.errors import InputError
 from vla_stream.policies import networks
 from vla_stream.policies.partly_trained import PartlyTrained
 from vla_stream.policies.recompute import recompute
 from vla_stream.policies.transfer import to_device
 from vla_stream.sections import Section
+
+HEADS = "heads.safetensors"  # in a folder that was exported: what is not the network's
 
 
 class NetworkOptions(Section):
@@ -48,6 +54,7 @@ class NetworkPolicy(PartlyTrained):
         super().__init__()
         self._low_precision = options.precision != "float32"
         self._compiled, self._recomputed = options.compile, options.gradient_checkpointing
+        self._reads_statistics = "statistics" in type(options).model_fields
 
     @property
     def low_precision(self) -> bool:
@@ -70,8 +77,12 @@ class NetworkPolicy(PartlyTrained):
         values: Tensor = self.value_head(features.detach()).squeeze(-1)
         return values
 
-    def close_network(self, network: nn.Module, parts: Iterable[nn.Module]) -> None:
-        """What is trained is known now. parts: those of the network that may be compiled."""
+    def close_network(self, network: nn.Module, parts: Iterable[nn.Module], folder: Path | None) -> None:
+        """What is trained is known now. parts: those of the network that may be compiled; folder: that it comes from,
+        whose heads are taken if it was exported with some. Raises InputError: they are of another shape."""
+        self._inside = next(name for name, child in self.named_children() if child is network) + "."
+        if folder is not None and (folder / HEADS).is_file():
+            self._load_heads(folder / HEADS)
         self.close_base()
         if self._recomputed:
             for layer in networks.layers(network):
@@ -79,6 +90,34 @@ class NetworkPolicy(PartlyTrained):
         if self._compiled:
             for part in parts:
                 part.compile()
+
+    def write_with_heads(self, network: nn.Module, folder: Path, write: Callable[[], None]) -> None:
+        """For a policy's own `write(folder)`, which leaves there what `checkpoint` reads: the network in its published
+        layout, by `write`, with adapters merged, in float32, and the heads beside it. It is of no use afterwards."""
+        heads = self._heads()
+        networks.merge_adapters(network)
+        network.float()
+        write()
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in heads.items()}, folder / HEADS)
+
+    def _heads(self) -> dict[str, Tensor]:
+        """What no published folder has. Statistics are in the folder's own files, where these have any."""
+        found: dict[str, Tensor] = {n: p for n, p in self.named_parameters() if not n.startswith(self._inside)}
+        if not self._reads_statistics:
+            found |= {n: b for n, b in self.named_buffers() if not n.startswith(self._inside) and n != "base_digest"}
+        return found
+
+    def _load_heads(self, file: Path) -> None:
+        ours, theirs = self._heads(), load_file(file)
+        for name, tensor in ours.items():
+            if name in theirs and theirs[name].shape != tensor.shape:
+                raise InputError(
+                    f"{file}: {name} is {list(theirs[name].shape)}, expected {list(tensor.shape)}: it was exported for "
+                    "another robot, chunk or policy.options; use those, or remove the file for new heads"
+                )
+        with torch.no_grad():
+            for name in ours.keys() & theirs.keys():
+                ours[name].copy_(theirs[name])
 
     def autocast(self) -> torch.autocast:
         """The context that the network is run in."""

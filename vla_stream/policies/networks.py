@@ -45,6 +45,17 @@ def add_adapters(network: nn.Module, places: Sequence[str], rank: int) -> None:
     inject_adapter_in_model(config, network)
 
 
+def merge_adapters(network: nn.Module) -> None:
+    """Add low-rank adapters to the weights beside which they are, and take them away."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for name, module in list(network.named_modules()):
+        if isinstance(module, BaseTunerLayer):
+            module.merge()
+            parent, _, child = name.rpartition(".")
+            setattr(network.get_submodule(parent), child, module.get_base_layer())
+
+
 def halve_frozen(network: nn.Module) -> None:
     """Linear layers that are not trained take half the memory, where they would be rounded at every use anyway."""
     for module in network.modules():

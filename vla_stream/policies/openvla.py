@@ -15,6 +15,7 @@ the first word is said, and its gradient ends there. The state is not read: Open
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vla_stream.environments.protocol import Observations, Specification
+from vla_stream.errors import InputError
 from vla_stream.policies import action_tokens, networks, openvla_network, pretrained
 from vla_stream.policies.network_policy import NetworkOptions, NetworkPolicy, as_array, keys_of
 from vla_stream.policies.protocol import Act, Evaluation, row_noise
@@ -103,7 +105,7 @@ class OpenVla(NetworkPolicy):
             for part in (network.dino, network.siglip, network.projector, network.language):
                 networks.halve_frozen(part)
         self.add_value_head(sizes.text.hidden_size)
-        self.close_network(network, (network.dino, network.siglip, network.language))
+        self.close_network(network, (network.dino, network.siglip, network.language), folder)
 
     def act(self, observations: Observations, noise_keys: np.ndarray | None) -> Act:
         """See the protocol. Extras:
@@ -209,6 +211,16 @@ class OpenVla(NetworkPolicy):
         return self.network.sizes.vocabulary
 
     # ---- in and out
+
+    def write(self, folder: Path) -> None:
+        """A whole model in the published layout, and the heads; see NetworkPolicy. Raises InputError: it has none."""
+        source, statistics = self._options.checkpoint, self._options.statistics
+        if source is None or statistics is None:
+            raise InputError("the tiny random network has no published layout; only its own weights are kept")
+        network, place = self.network, source
+        self.write_with_heads(network, folder, lambda: openvla_network.write(network, place, folder))
+        if statistics.parent != source:
+            shutil.copyfile(statistics, folder / _STATISTICS)
 
     def _set_range(self, specification: Specification) -> None:
         ones = np.ones(specification.action_dims, dtype=np.float32)

@@ -11,6 +11,7 @@ names `places` maps to ours. transformers is imported late: it takes seconds.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any, Literal
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -293,6 +295,27 @@ def places(shapes: Mapping[str, Any]) -> dict[str, list[str]]:
         result[f"{_LLAMA}model.{name}.weight"] = [f"language.{name}.weight"]
     result[_LLAMA + "lm_head.weight"] = ["lm_head.weight"]
     return result
+
+
+def write(network: OpenVlaNetwork, source: Path, folder: Path) -> None:
+    """A folder in the published layout, file by file as the one that the network came from: weights that it does not
+    have, those of the last blocks, are that one's. Adapters are merged before."""
+    ours = dict(network.named_parameters())
+    known = places(pretrained.weight_shapes(source))
+    for file in pretrained.weight_files(source):
+        with safe_open(file, framework="pt") as weights:
+            about = weights.metadata()
+            state = {name: weights.get_tensor(name) for name in weights.keys()}  # noqa: SIM118
+        for name in state.keys() & known.keys():
+            parts = [ours[place].detach().cpu() for place in known[name] if place in ours]
+            if len(parts) == len(known[name]):
+                if known[name] == [_DINO_POSITIONS]:
+                    parts = [parts[0][:, 1:]]  # timm adds none to the class token
+                state[name] = torch.cat(parts).reshape(state[name].shape).contiguous()
+        save_file(state, folder / file.name, metadata=about)
+    if (source / pretrained.INDEX).is_file():
+        shutil.copyfile(source / pretrained.INDEX, folder / pretrained.INDEX)
+    pretrained.copy_others(source, folder)
 
 
 def _load(network: OpenVlaNetwork, folder: Path) -> None:

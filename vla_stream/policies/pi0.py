@@ -26,6 +26,7 @@ from torch import Tensor
 from vla_stream.environments.protocol import Observations, Specification
 from vla_stream.policies import pi0_network, pretrained
 from vla_stream.policies.flow_policy import FlowOptions, FlowPolicy, Sizes, padded
+from vla_stream.policies.network_policy import as_array
 from vla_stream.policies.vlm_inputs import Prompts, fit_images
 from vla_stream.sections import PlainPath
 
@@ -82,7 +83,24 @@ class Pi0(FlowPolicy):
         first = [config.vlm_config.image_token_id] * image_tokens + [text.bos_token_id]
         self._prompts = Prompts(pi0_network.tokenizer(options.checkpoint), first, options.words, text.pad_token_id)
         pi0_network.choose_trained(self.network, options.train, options.lora_rank)
-        self.close_flow(self.network, (self.network.model.vlm, self.network.model.dit))
+        parts = (self.network.model.vlm, self.network.model.dit)
+        self.close_flow(self.network, parts, options.checkpoint)
+        self._folder = options.checkpoint
+
+    def write(self, folder: Path) -> None:
+        """A whole model in transformers' layout, and the heads; see NetworkPolicy."""
+
+        def network() -> None:
+            if self._folder is None:
+                self._prompts.save(folder / pretrained.TOKENIZER)
+            else:
+                pretrained.copy_others(self._folder, folder)
+            self.network.save_pretrained(folder)  # with a config of its own
+            state, action = (self.state_mean, self.state_std), (self.action_mean, self.action_std)
+            statistics = pretrained.Statistics(*map(as_array, (*state, *action)))
+            pretrained.write_statistics(statistics, folder / pretrained.PROCESSOR)
+
+        self.write_with_heads(self.network, folder, network)
 
     def _prefix(self, observations: Observations) -> _Prefix:
         ids, mask = map(self.host, self._prompts(observations.instruction))

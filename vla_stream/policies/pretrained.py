@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import shutil
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +26,8 @@ from vla_stream.environments.protocol import Specification
 from vla_stream.errors import InputError
 
 CONFIG, WEIGHTS, TOKENIZER, PROCESSOR = "config.json", "model.safetensors", "tokenizer.json", "processor_config.json"
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
+_OTHERS = (".json", ".txt", ".model", ".jinja", ".py")
 _LONGEST_HEADER = 100_000_000  # bytes; safetensors' own bound
 _SMALLEST_STD = 1e-4  # a number that varies less is a constant: dividing by its deviation would only amplify noise
 
@@ -93,9 +95,9 @@ def check_folder(folder: Path, *architectures: str) -> None:
 
 def weight_files(folder: Path) -> list[Path]:
     """The parts of a model, as its index names them. Raises InputError."""
-    parts = read_json(folder / _INDEX).get("weight_map") if (folder / _INDEX).is_file() else {"": WEIGHTS}
+    parts = read_json(folder / INDEX).get("weight_map") if (folder / INDEX).is_file() else {"": WEIGHTS}
     if not isinstance(parts, dict) or not parts:
-        raise InputError(f"{folder / _INDEX}: has no weight_map, expected the names of its parts; copy the folder anew")
+        raise InputError(f"{folder / INDEX}: has no weight_map, expected the names of its parts; copy the folder anew")
     return [folder / name for name in sorted({str(part) for part in parts.values()})]
 
 
@@ -111,6 +113,26 @@ def weight_shapes(folder: Path) -> dict[str, list[int]]:
         except (OSError, ValueError, RecursionError, struct.error, TypeError, KeyError, AttributeError) as exc:
             raise InputError(f"{file}: cannot be read, expected safetensors; copy the folder anew") from exc
     return shapes
+
+
+def copy_others(folder: Path, into: Path) -> None:
+    """What is beside a model's weights, such as tokenizers and preprocessors; what is there already stays."""
+    for file in folder.iterdir():
+        if file.is_file() and file.suffix in _OTHERS and file.name != INDEX and not (into / file.name).exists():
+            shutil.copyfile(file, into / file.name)
+
+
+def write_statistics(statistics: Statistics, file: Path) -> None:
+    """Into processor_config.json, whose other entries stay."""
+    data = read_json(file) if file.is_file() else {}
+    for name, numbers in (
+        ("state_mean", statistics.state_mean),
+        ("state_std", statistics.state_std),
+        ("actions_mean", statistics.action_mean),
+        ("actions_std", statistics.action_std),
+    ):
+        data[name] = numbers.tolist()
+    file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 
 def read_statistics(file: Path) -> Statistics:

@@ -99,7 +99,7 @@ class Vlm(NetworkPolicy):
         self.register_buffer("state_mean", torch.zeros(specification.state_dims))
         self.register_buffer("state_std", torch.ones(specification.state_dims))
         self.add_value_head(width)
-        self.close_network(self.network, [self.network])
+        self.close_network(self.network, [self.network], folder)
 
     def act(self, observations: Observations, noise_keys: np.ndarray | None) -> Act:
         """See the protocol. Extras: bins u8[B, H, A] with the binned head. A Gaussian sample is not clipped: its
@@ -136,6 +136,18 @@ class Vlm(NetworkPolicy):
             errors = F.smooth_l1_loss(decided, labels, reduction="none")
         weight = self.tensor(valid).unsqueeze(-1).expand_as(errors)
         return (errors * weight).sum() / weight.sum().clamp(min=1)
+
+    def write(self, folder: Path) -> None:
+        """A whole model in transformers' layout, without a language head, and the heads; see NetworkPolicy."""
+
+        def network() -> None:
+            if self._options.checkpoint is None:
+                self._prompts.save(folder / pretrained.TOKENIZER)
+            else:
+                pretrained.copy_others(self._options.checkpoint, folder)
+            self.network.save_pretrained(folder)  # with a config of its own
+
+        self.write_with_heads(self.network, folder, network)
 
     def set_state_statistics(self, mean: np.ndarray, std: np.ndarray) -> None:
         """See the protocol."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -91,6 +92,10 @@ class Prompts:
         """Ids i64[B, N], and 1 where there is one, 0 where there is padding: i64[B, N]."""
         ids, mask = zip(*(self._cached(sentence) for sentence in sentences), strict=True)
         return np.array(ids), np.array(mask)
+
+    def save(self, file: Path) -> None:
+        """The tokenizer, as tokenizer.json."""
+        self._tokenizer.save(str(file))
 
     def _encode(self, sentence: str) -> tuple[list[int], list[int]]:
         ids = self._ids(self._write(sentence))
