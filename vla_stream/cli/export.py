@@ -39,6 +39,7 @@ def export(output: Path, checkpoint: Path) -> None:
     """
     import yaml
 
+    from vla_stream.cli.elsewhere import at_the_policy
     from vla_stream.cli.evaluate import find_checkpoint
     from vla_stream.cli.finish import SUMMARY_FILE
     from vla_stream.cli.folder import CONFIG_FILE
@@ -49,12 +50,13 @@ def export(output: Path, checkpoint: Path) -> None:
     if output.exists() or output.is_symlink():
         raise InputError(f"{output}: exists, expected a name that is free; choose another one")
     config = _config(run_dir / CONFIG_FILE)
+    here = at_the_policy(config)
     found = checkpoints.load(place)
     unfinished = output.with_name(f".{output.name}.unfinished")
     try:
         # Named by its update there; it gets the name that was asked for once it is whole.
         network = unfinished / "network"
-        config, policy = _as_published(config, found, network, output)
+        config, policy = _as_published(config, here, found, network, output)
         written = checkpoints.save(unfinished, found.update, found.version, policy, {}, found.meta)
         for file in network.iterdir() if network.is_dir() else ():
             file.rename(written / file.name)
@@ -71,9 +73,13 @@ def export(output: Path, checkpoint: Path) -> None:
     click.echo(f"evaluate it with: vla-stream eval {output / CONFIG_FILE} --checkpoint {output}")
 
 
-def _as_published(config: Config, found: Checkpoint, folder: Path, output: Path) -> tuple[Config, dict[str, Tensor]]:
+def _as_published(
+    config: Config, here: Config, found: Checkpoint, folder: Path, output: Path
+) -> tuple[Config, dict[str, Tensor]]:
     """A VLA in its published layout, in `folder`: the config of a policy that begins from it, in `output`, and its
-    weights, since adapters begin anew there. Of other policies, both as they are. Raises InputError."""
+    weights, since adapters begin anew there. Of other policies, both as they are.
+
+    here: the config as it is seen from this interpreter. Raises InputError."""
     import torch
 
     from vla_stream import config as settings
@@ -81,26 +87,26 @@ def _as_published(config: Config, found: Checkpoint, folder: Path, output: Path)
     from workers.models import make_policy
     from workers.trainer import load_policy
 
-    if not hasattr(plugins.load_class(plugins.POLICIES, config.policy.name), "write"):
+    if not hasattr(plugins.load_class(plugins.POLICIES, here.policy.name), "write"):
         return config, found.policy
     if config.policy.options.get("checkpoint") is None:
         click.echo(f"{config.policy.name} without policy.options.checkpoint is a random network; it is exported alone")
         return config, found.policy
-    specification, device = _specification(config, found), torch.device("cpu")
-    policy: Any = make_policy(config, specification, device)
+    specification, device = _specification(here, found), torch.device("cpu")
+    policy: Any = make_policy(here, specification, device)
     load_policy(policy, found.path)
     folder.mkdir(parents=True)
     policy.write(folder)
     del policy  # it may fill half of the memory
 
-    def beginning_from(place: Path) -> Config:
+    def beginning_from(place: Path, config: Config) -> Config:
         data = config.model_dump(mode="json")
         data["policy"]["options"] = {k: v for k, v in config.policy.options.items() if k != "statistics"}
         data["policy"]["options"]["checkpoint"] = str(place)
         return settings.validate(data, "export")
 
-    made: Any = make_policy(beginning_from(folder), specification, device)
-    return beginning_from(output), made.state_dict()
+    made: Any = make_policy(beginning_from(folder, here), specification, device)
+    return beginning_from(output, config), made.state_dict()
 
 
 def _specification(config: Config, found: Checkpoint) -> Specification:
