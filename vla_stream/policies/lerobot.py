@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from vla_stream.environments.protocol import Observations, Specification
 from vla_stream.errors import InputError
-from vla_stream.policies import lerobot_folder, networks, pretrained
+from vla_stream.policies import lerobot_checkpoint, networks, pretrained
 from vla_stream.policies.flow_policy import FlowOptions, FlowPolicy, Sizes
 from vla_stream.sections import PlainPath
 
@@ -58,13 +58,15 @@ class LeRobotOptions(FlowOptions):
     gradient_checkpointing: bool = Field(
         default=False, description="Compute denoising steps again for their gradients: less memory, a third more time."
     )
-    compile: Literal[False] = Field(default=False, description="LeRobot's layers are called in ways that cannot.")
+    compile: Literal[False] = Field(
+        default=False, description="Not here: LeRobot calls parts of layers, past what would be compiled."
+    )
 
     @field_validator("checkpoint")
     @classmethod
     def _whole(cls, folder: Path | None) -> Path | None:
         if folder is not None:
-            lerobot_folder.check(folder, cls.kind)
+            lerobot_checkpoint.check(folder, cls.kind)
         return folder
 
     @field_validator("vlm")
@@ -74,7 +76,7 @@ class LeRobotOptions(FlowOptions):
             return folder
         if folder is None:
             raise ValueError("the folder of the vision-language model that the checkpoint was made from")
-        lerobot_folder.check_backbone(folder, cls.vlm_kind)
+        lerobot_checkpoint.check_backbone(folder, cls.vlm_kind)
         return folder
 
     @field_validator("statistics")
@@ -82,12 +84,14 @@ class LeRobotOptions(FlowOptions):
     def _readable(cls, file: Path | None, info: ValidationInfo) -> Path | None:
         folder = info.data.get("checkpoint")
         if folder is not None:
-            lerobot_folder.read_statistics(folder, file)
+            lerobot_checkpoint.read_statistics(folder, file)
         return file
 
 
 class LeRobotPolicy(FlowPolicy):
     """Base of such a policy: `policy` is LeRobot's own, `model` the network in it."""
+
+    policy: Any
 
     @staticmethod
     def check_installed() -> None:
@@ -103,7 +107,7 @@ class LeRobotPolicy(FlowPolicy):
     ) -> None:
         """config: LeRobot's, of the checkpoint or of a tiny policy."""
         folder = options.checkpoint
-        statistics = None if folder is None else lerobot_folder.read_statistics(folder, options.statistics)
+        statistics = None if folder is None else lerobot_checkpoint.read_statistics(folder, options.statistics)
         super().__init__(options, specification, chunk, sizes, statistics)
         self._config = config
         # LeRobot calls the parts of a layer one by one: what can be computed again is a whole denoising step.
@@ -172,17 +176,21 @@ def projections(policy: nn.Module, parts: Sequence[nn.Module], without: Sequence
 
 
 def read_config(cls: Any, folder: Path) -> Any:
-    """LeRobot's config of class `cls` from the folder, with all that would leave this process taken out. Raises
-    InputError."""
+    """LeRobot's config of class `cls` from the folder, which was checked, for the CPU. Raises InputError."""
+    import draccus
+
+    data = pretrained.read_json(folder / pretrained.CONFIG)
+    data |= {"device": "cpu", "rtc_config": None}
+    del data["type"]
     try:
-        config = cls.from_pretrained(folder, local_files_only=True, cli_overrides=["--device=cpu"])
+        # As LeRobot's own from_pretrained, which leaves a file in the folder for temporary ones.
+        config = draccus.decode(cls, data)
     except Exception as exc:  # whatever draccus raises: the file is another version's, or somebody's
         reason = " ".join(str(exc).split())[:200]
         raise InputError(
             f"{folder / pretrained.CONFIG}: LeRobot's {cls.__name__} cannot read it ({reason}); save the policy anew "
             "with the LeRobot that is installed here"
         ) from exc
-    config.rtc_config = None
     return config
 
 

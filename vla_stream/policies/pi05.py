@@ -59,6 +59,7 @@ class Pi05(lerobot.LeRobotPolicy):
                 tokenizer = networks.byte_tokenizer(networks.byte_tokens(_SPECIAL))
             else:
                 config = lerobot.read_config(PI05Config, options.checkpoint)
+                assert options.vlm is not None  # as Options asks for beside a checkpoint
                 tokenizer = lerobot.tokenizer(options.vlm)
             config.dtype, config.compile_model, config.gradient_checkpointing = "float32", False, False
             config.train_expert_only = config.freeze_vision_encoder = options.train != "all"

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from vla_stream.environments.protocol import Specification
 from vla_stream.errors import InputError
 from vla_stream.plugins import POLICIES, load_class, parse_options
-from vla_stream.policies import lerobot_folder
+from vla_stream.policies import lerobot_checkpoint
 from vla_stream.policies.lerobot import image_keys
 from vla_stream.policies.pi05 import Pi05
 from vla_stream.policies.smolvla import SmolVla
@@ -78,7 +78,7 @@ def test_statistics_are_a_shift_and_a_scale_of_each_way_to_normalise(
         (folder / "policy_preprocessor.json").unlink()
         file = tmp_path / "stats.json"
         file.write_text(json.dumps(STATISTICS))
-    found, told = lerobot_folder.read_statistics(folder, file)
+    found, told = lerobot_checkpoint.read_statistics(folder, file)
     np.testing.assert_array_equal([found.state_mean, found.state_std], state)
     np.testing.assert_array_equal([found.action_mean, found.action_std], action)
     assert told == str(file or folder / "step_5.safetensors")
