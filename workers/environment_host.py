@@ -35,7 +35,7 @@ from vla_stream.environments.protocol import Observations, Specification
 from vla_stream.errors import BadMessage, EnvironmentFailed, InputError, RunFailed
 from vla_stream.streams.observations import checked_observations
 from vla_stream.streams.specification import specification_from_json
-from workers.environment_process import MARGIN, RESETS, RESULTS, STEPS
+from workers.environment_process import CPU_S, MARGIN, RESETS, RESULTS, STEPS
 from workers.packets import Packets, Rooms
 from workers.processes import RESTARTS_AT_ONCE, RestartBudget
 
@@ -52,12 +52,14 @@ class Outcome:
     """What a host finished: a chunk, or a reset (then `chunk` is None).
 
     failed bool[B]: rows whose process was lost meanwhile; their values are zeros and `causes` says why.
+    cpu_s: what child processes computed since their last chunks; 0 for a reset.
     """
 
     observations: Observations
     chunk: ChunkResult | None
     failed: np.ndarray
     causes: tuple[str, ...] = ()
+    cpu_s: float = 0.0
 
 
 class Host(Protocol):
@@ -206,9 +208,11 @@ class ProcessHost:
         parts: list[tuple[range, dict[str, np.ndarray]]] = []
         seen: list[tuple[range, Observations]] = []
         finals: list[Observations] = []
+        cpu_s = 0.0
         for index, (arrays, meta) in self._replies.items():
             rows = self._children[index].rows
             results = {name: arrays.pop(name) for name in RESULTS if self._is_chunk}
+            cpu_s += float(arrays.pop(CPU_S).sum()) if self._is_chunk else 0.0
             ended = len(results["final_rows"]) if self._is_chunk else 0
             try:
                 # What the child let pass may still be more than a message may hold.
@@ -234,7 +238,8 @@ class ProcessHost:
             final_rows.append(results["final_rows"] + rows.start)
         index_of_finals = np.concatenate(final_rows)
         final = Observations.concatenate(finals) if finals else None
-        return Outcome(observations, ChunkResult(observations, final, index_of_finals, **merged), failed, causes)
+        chunk = ChunkResult(observations, final, index_of_finals, **merged)
+        return Outcome(observations, chunk, failed, causes, cpu_s)
 
     def _stitch(self, parts: Sequence[tuple[range, Observations]]) -> Observations:
         if len(parts) == 1 and len(parts[0][0]) == self.rows:

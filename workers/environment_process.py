@@ -39,6 +39,7 @@ from workers.packets import Packets
 
 # What a chunk's answer holds beside the observations, which are those of the rows and then those of `final_rows`.
 RESULTS = ("final_rows", "executed", "rewards", "terminated", "truncated", "success", "at_end")
+CPU_S = "cpu_s"  # and that: f64[1], what this process has computed since its last chunk
 FLAGS = ("reward", "terminated", "truncated", "success")  # what a step's answer holds beside the state
 PLAIN = ("expert_actions", "grounding_targets")  # optional methods without arguments, with one array as their answer
 STEPS, RESETS = b"s", b"r"  # what begins; it takes as long as simulators.step_deadline_s, start_deadline_s allow
@@ -53,6 +54,7 @@ class _Watched:
         self._batch, self._deadlines_s, self._beginnings = batch, deadlines_s, beginnings
         self._told, self._told_s = b"", 0.0
         self.seen: Observations | None = None  # by the last step
+        self._cpu_s = 0.0
 
     def reset(self, mask: np.ndarray, seeds: np.ndarray) -> Observations:
         self._alarm(RESETS)
@@ -87,6 +89,11 @@ class _Watched:
             os.write(self._beginnings, what)
         signal.setitimer(signal.ITIMER_REAL, (1 + MARGIN) * deadline_s)
 
+    def cpu_s(self) -> np.ndarray:
+        """f64[1]: seconds computed since the last look, as a part of an answer."""
+        before, self._cpu_s = self._cpu_s, time.process_time()
+        return np.array([self._cpu_s - before])
+
     def rest(self) -> None:
         """Nothing is to be done: no alarm."""
         self._told = b""
@@ -118,7 +125,7 @@ def _answer(batch: _Watched, arrays: Mapping[str, np.ndarray], meta: Mapping[str
     parts = [batch.rendered(part) for part in (chunk.observations, chunk.final) if part is not None]
     batch.rest()
     seen = Observations.concatenate(parts) if len(parts) > 1 else parts[0]
-    return observation_pieces(seen, **{name: getattr(chunk, name) for name in RESULTS})
+    return observation_pieces(seen, **{name: getattr(chunk, name) for name in RESULTS}, **{CPU_S: batch.cpu_s()})
 
 
 def main() -> None:

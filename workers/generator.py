@@ -91,8 +91,11 @@ class Generator:
             return self._infer_one_by_one(batch, exc)
         self._failed_in_a_row = 0
         took_ms = (time.monotonic() - started_s) * 1000
-        self.collector.strategy.served(len(batch.observations), took_ms)
-        self.worker.meter.mean("infer_ms", took_ms)
+        self._note_cost(len(batch.observations), took_ms)
+        meter, requests = self.worker.meter, len(batch.works)
+        meter.mean("infer_ms", took_ms)
+        meter.count("served", requests)
+        meter.count("served_ms", 1000 * (batch.waited_s + requests * (time.monotonic() - batch.taken_s)))
         replies: Answers = []
         start = 0
         for work in batch.works:
@@ -121,7 +124,17 @@ class Generator:
                     f"no inference for {rows} rows before the first request: {type(exc).__name__}: {exc}; "
                     "see generators.max_batch_size and padded_sizes"
                 ) from exc
-            self.collector.strategy.served(rows, (time.monotonic() - started_s) * 1000)
+            self._note_cost(rows, (time.monotonic() - started_s) * 1000)
+
+    def _note_cost(self, rows: int, took_ms: float) -> None:
+        """For the strategy; and the sums of a least-squares fit of a + b·rows, for `plan` (cli/costs.py)."""
+        self.collector.strategy.served(rows, took_ms)
+        meter = self.worker.meter
+        meter.count("inferences")
+        meter.count("inferred_rows", rows)
+        meter.count("inferred_rows2", rows**2)
+        meter.count("inferred_ms", took_ms)
+        meter.count("inferred_rows_ms", rows * took_ms)
 
     def _checked(self, act: Act, rows: int) -> Act:
         """What the policy returned, as the simulators will read it: one that says NaN has failed, and must not leave
@@ -173,7 +186,10 @@ class Generator:
                 ) from exc
             self.version, self.digest = weights.version, weights.digest
             self.worker.version = self.version
-            self.worker.meter.mean("swap_ms", (time.monotonic() - started_s) * 1000)
+            swap_ms = (time.monotonic() - started_s) * 1000
+            self.worker.meter.mean("swap_ms", swap_ms)
+            self.worker.meter.count("swaps")
+            self.worker.meter.count("swaps_ms", swap_ms)
             self.worker.meter.gauge("version", self.version)
 
 

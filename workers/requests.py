@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -44,13 +44,16 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Requests for one inference, collated and padded. rows: without padding."""
+    """Requests for one inference, collated and padded. rows: without padding; waited_s: all requests together, until
+    `taken_s` of the monotonic clock."""
 
     works: list[Work]
     observations: Observations
     noise_keys: np.ndarray
     rows: int
     born_ms: float
+    waited_s: float = 0.0
+    taken_s: float = 0.0
 
     @property
     def min_version(self) -> int:
@@ -126,6 +129,8 @@ class Collector:
             return None
         with self.worker.meter.busy("collate"):
             batch = collate(works, self.config, self._tray)
+            waited_s = sum(self.clock.now_ms() - work.entry.born_ms for work in works) / 1000
+            batch = replace(batch, waited_s=waited_s, taken_s=time.monotonic())
         self._tray = self._tray.another()
         meter = self.worker.meter
         meter.count("batches")

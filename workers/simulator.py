@@ -51,6 +51,7 @@ class _Batch:
         self.resetting: list[Slot] = []
         self.reset_mask = np.zeros(host.rows, dtype=bool)
         self.begun = 0  # resets and chunks
+        self.began_s = 0.0  # the last of them
         self._doing = "", 0
         self._since_s = 0.0
         self._spent_s: dict[str, float] = {}
@@ -122,6 +123,7 @@ class Simulator:
             self.batches.append(_Batch(number, host, slots, turns))
         # Decided first, sent at the end of a step: an error of Redis in between loses nothing.
         self._outbox: dict[str, tuple[Slot, ObsRequest]] = {}
+        self._oldest_s = 0.0  # when the first of them was begun
         self._to_abort: list[str] = []
         self._asked: dict[str, _Asked] = {}
         self._next_permit_s = 0.0
@@ -209,7 +211,10 @@ class Simulator:
                 self.meter.count("replies_dropped")  # a repeat, or for an older incarnation or attempt
                 continue
             slot = asked.slot
-            self.meter.mean("reply_ms", (time.monotonic() - asked.since_s) * 1000)
+            reply_ms = (time.monotonic() - asked.since_s) * 1000
+            self.meter.mean("reply_ms", reply_ms)
+            self.meter.count("replies")
+            self.meter.count("replies_ms", reply_ms)
             if reply.act is not None:
                 self.meter.mean("value", float(reply.act.values.sum()) / slot.k)
             try:
@@ -253,7 +258,8 @@ class Simulator:
             mask[slot.rows] = slot.resets_due()
             values[slot.rows] = self._first_seeds(slot, slot.permit)
         batch.resetting, batch.reset_mask = due, mask
-        batch.begun += 1
+        self.meter.count("slots_reset", len(due))
+        batch.begun, batch.began_s = batch.begun + 1, time.monotonic()
         batch.host.start_reset(mask, values)
 
     def _first_seeds(self, slot: Slot, permit: Permit) -> np.ndarray:
@@ -278,7 +284,7 @@ class Simulator:
                 self.config.seed, slot.permit.ticket, slot.step + 1, slot.k, shared=False
             )
             slot.state = State.STEPPING
-        batch.begun += 1
+        batch.begun, batch.began_s = batch.begun + 1, time.monotonic()
         batch.host.start_chunk(actions, active, reset_rows, values)
 
     def _poll_host(self, batch: _Batch) -> bool:
@@ -287,6 +293,8 @@ class Simulator:
             return False
         for cause in outcome.causes:
             self.worker.say("environment", f"{cause}; replaced, its segments are aborted")
+        if not outcome.causes:
+            self._count_time(outcome, 1000 * (time.monotonic() - batch.began_s))
         # All slots with rows in a lost process, whatever they are doing: an idle one must not go on without a reset.
         for slot in [slot for slot in batch.slots if outcome.failed[slot.rows].any()]:
             self._abort(slot, None)
@@ -295,6 +303,17 @@ class Simulator:
         else:
             self._after_chunk(batch, outcome)
         return True
+
+    def _count_time(self, outcome: Outcome, took_ms: float) -> None:
+        """What a batch's resets and chunks take is told by mean and spread (cli/costs.py)."""
+        if outcome.chunk is None:
+            self.meter.count("resets")
+            self.meter.count("reset_ms", took_ms)
+        else:
+            self.meter.count("chunks")
+            self.meter.count("chunk_ms", took_ms)
+            self.meter.count("chunk_ms2", took_ms**2)
+            self.meter.count("environment_cpu_s", outcome.cpu_s)
 
     def _after_reset(self, batch: _Batch, outcome: Outcome) -> None:
         asking = []
@@ -320,6 +339,8 @@ class Simulator:
 
     def _ask(self, slots: list[tuple[Slot, Observations]]) -> None:
         """Put the requests of these slots, with what they shall show, into the outbox."""
+        if slots and not self._outbox:
+            self._oldest_s = time.monotonic()
         for slot, observations in slots:
             try:
                 request = slot.ask(observations)
@@ -340,6 +361,8 @@ class Simulator:
             for _, (_, request) in sent:
                 pipe.xadd(self.keys.obs_requests, request.to_fields())  # type: ignore[arg-type]
             entries = pipe.execute()
+        self.meter.count("sent", len(sent))
+        self.meter.count("sent_ms", 1000 * len(sent) * (time.monotonic() - self._oldest_s))
         for (identity, (slot, _)), entry in zip(sent, entries, strict=True):
             self._asked[identity] = _Asked(slot, entry.decode(), time.monotonic())
         self._outbox.clear()

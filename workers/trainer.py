@@ -24,8 +24,9 @@ from vla_stream.environments.protocol import Specification
 from vla_stream.errors import BadMessage, Hopeless, InputError, NoSuchRun, RunFailed
 from vla_stream.evaluation import wilson_interval
 from vla_stream.learning import checkpoint, cloning, recordings
+from vla_stream.learning.segments import Segment
 from vla_stream.learning.update import Learner, LearnerState, UpdateResult
-from vla_stream.policies.protocol import Policy
+from vla_stream.policies.protocol import ManyDevices, Policy
 from vla_stream.streams import presence
 from vla_stream.streams.specification import specification_to_json
 from vla_stream.streams.trajectories import Trajectory
@@ -56,6 +57,7 @@ class Trainer:
         self.outcomes = TaskOutcomes(config)
         self._added: dict[str, Held] = {}  # given to the learner for the next update, at most B: not refused any more
         self._adding_s = 0.0  # what that took
+        self._fit = 0, 0.0  # see _stage_costs
         self._before: LearnerState | None = None  # the next update, if that is to be recorded
         self._kept: dict[str, Trajectory] = {}  # by entry: trained, and not yet in a durable checkpoint
         self._weights = WeightsWriter(self.client, self.flow.scripts, worker.keys, config.trainer.weights_base_every)
@@ -211,9 +213,22 @@ class Trainer:
             started_s = time.monotonic()
             # In streaming this is the training itself.
             with self.meter.busy("add"):
-                self.learner.add(self._held[member].segment)
+                self._give(self._held[member].segment)
             self._adding_s += time.monotonic() - started_s
             self._added[member] = self._held.pop(member)
+
+    def _give(self, segment: Segment) -> None:
+        """In streaming one segment of each update is timed alone, from an idle device until it has computed it: not the
+        first, which is computed while the update before is published."""
+        streaming, most = self.config.trainer.update == "streaming", self.config.trainer.segments_per_update
+        if not streaming or len(self._added) != min(1, most - 1):
+            self.learner.add(segment)
+            return
+        self.learner.settle()
+        started_s = time.monotonic()
+        self.learner.add(segment)
+        self.learner.settle()
+        self._fit = int(segment.valid.sum()), time.monotonic() - started_s
 
     def _begin_anew(self) -> None:
         """The next update begins anew: what the learner has of it is forgotten, and its segments are held as before."""
@@ -259,19 +274,26 @@ class Trainer:
         started_s = time.monotonic() - self._adding_s
         waited_s = started_s - self._waiting_since_s
         staleness = [self.version - held.trajectory.version for held in chosen]
+        finishing_s = time.monotonic()
         with self.worker.long_step("updating"), self.meter.busy("update"):
             result = self.learner.finish(self.version)
+            computing_s = time.monotonic()
+            self.learner.settle()
+        settled_s = time.monotonic()
+        stage_costs = self._stage_costs(result, settled_s - finishing_s, settled_s - computing_s)
         self._note_skip(result, chosen)
         self._note_numerics(result)
         with self.meter.busy("publish"):
             data = to_bytes(self.learner.policy.state_dict())
+        encoding_s = time.monotonic() - settled_s
         self.version += 1
         self.update += 1
         self._adding_s, self._added = 0.0, {}
         self._remember_what_is_before()
         self._begin_next()
+        committing_s = time.monotonic()
         with self.meter.busy("publish"):
-            self._commit(chosen, data, skipped=result.skipped is not None)
+            weights_bytes = self._commit(chosen, data, skipped=result.skipped is not None)
         trained = sum(int(held.segment.executed.sum()) for held in chosen)
         for held in chosen:
             self.outcomes.add(held.segment.ticket, held.trajectory.episodes)
@@ -293,6 +315,9 @@ class Trainer:
             "skipped": float(result.skipped is not None),
             "update_s": time.monotonic() - started_s - self._adding_s,  # without the next one's beginning
             "wait_s": waited_s,
+            "publish_s": encoding_s + time.monotonic() - committing_s,
+            "weights_mb": weights_bytes / 1e6,
+            **stage_costs,
             **outcomes,
             **result.metrics,
         }
@@ -310,6 +335,21 @@ class Trainer:
     def _checkpoint_due(self) -> bool:
         """After this update."""
         return self.done or self.update % self.config.trainer.checkpoint_every == 0
+
+    def _stage_costs(self, result: UpdateResult, took_s: float, settled_s: float) -> dict[str, float]:
+        """For cli/costs.py. `fit_s`: what the device took to train `fit_samples`; `pass_s`: what their passes without
+        gradients took before, in buffered mode; `step_s`: an optimiser step, seen as what is left to compute after the
+        last one (on a CPU nothing is: there steps are a part of `fit_s`). `apart`: the device computes while this
+        process goes on. took_s: to finish the update, of which the last `settled_s` were such waiting."""
+        policy, cuda = self.learner.policy, self.learner.device.type == "cuda"
+        devices = policy.training_devices if isinstance(policy, ManyDevices) else 0
+        costs = {"devices": float(devices or 1), "apart": float(cuda or devices > 0), "step_s": settled_s}
+        if self.config.trainer.update == "buffered":
+            steps = result.metrics.get("optimiser_steps", 0.0)
+            self._fit = result.samples, max(0.0, took_s - steps * settled_s)
+            costs["pass_s"] = self._adding_s
+        samples, fit_s = self._fit
+        return costs | {"fit_samples": float(samples), "fit_s": fit_s}
 
     def _note_skip(self, result: UpdateResult, chosen: list[Held]) -> None:
         if result.skipped is None:
@@ -335,7 +375,8 @@ class Trainer:
             )
         self._numerics_differ = difference > MOST_NUMERIC_DIFFERENCE
 
-    def _commit(self, chosen: list[Held], data: bytes, *, skipped: bool) -> None:
+    def _commit(self, chosen: list[Held], data: bytes, *, skipped: bool) -> int:
+        """Returns the bytes of the weights that travelled."""
         weights = self._describe_weights(data)
 
         def publish() -> str:
@@ -367,6 +408,7 @@ class Trainer:
             else:
                 with contextlib.suppress(*UNREACHABLE):
                     self.intake.remove_payloads(held.trajectory)
+        return sum(map(len, weights.chunks))
 
     def _remember_what_is_before(self) -> None:
         every = self.config.trainer.record_every

@@ -120,7 +120,7 @@ def launched(
     """A run in a folder and on a server of its own, still without workers. Raises RunFailed, InputError."""
     with scratch_folder() as scratch:
         over = scratch / "mode.yaml"
-        settled = {name: _with_own_devices(section, scratch) for name, section in overlay.items()}
+        settled = {name: with_own_devices(section, scratch) for name, section in overlay.items()}
         over.write_text(yaml.safe_dump({**settled, "runs_dir": str(scratch / "runs")}))
         config = settings.load([*files, over], overrides)
         folder = RunFolder.open(config, name=None, resume=False)
@@ -136,7 +136,7 @@ def launched(
             folder.close()
 
 
-def _with_own_devices(section: Any, scratch: Path) -> Any:
+def with_own_devices(section: Any, scratch: Path) -> Any:
     """Emulated devices and stragglers of this run alone: others may use the same names at the same time."""
     options = section.get("options", {}) if isinstance(section, Mapping) else {}
     if not {"devices", "stragglers"} & set(options):

@@ -1,4 +1,4 @@
-"""What a profile's throughput should be, by discrete-event simulation: `.venv/bin/python tools/bench/model.py`.
+"""What a profile's throughput should be, by arithmetic and simulation: `.venv/bin/python tools/bench/model.py`.
 
 Nothing here is emulated or slept; it is arithmetic on the numbers of a config that uses the emulated environment and
 policy (configs/profiles/). The same ablation is run for real by the pipeline benchmark, whose rows are held against
@@ -11,10 +11,7 @@ on its own, and a free generator takes up to `max_batch_size` rows of what waits
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import sys
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,16 +20,16 @@ import numpy as np
 from modes import ASYNC_ROLLOUT, ASYNC_TRAINING, FULL, STREAMING, SYNC, Mode
 
 from vla_stream import config as settings
-from vla_stream.batching import Backlog, Strategy, WorkConserving
+from vla_stream.batching import Strategy, WorkConserving
 from vla_stream.config import Config
 from vla_stream.environments.emulated import Emulated as EmulatedEnvironment
+from vla_stream.model import Stages, simulate
 from vla_stream.plugins import parse_options
 from vla_stream.policies.emulated import Emulated as EmulatedPolicy
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "profiles"
 DEVICES = 8
 COLOCATED = "sync colocated"
-TINY = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +113,33 @@ class Profile:
         times: np.ndarray = (self.step * spread.max(axis=2) + self.step_row * rows).sum(axis=1)
         return times
 
+    def stages(self, mode: Mode) -> Stages:
+        """For the model of the pipeline, which has no lockstep: what the options say, and no cost besides."""
+        training = self.rows * self.steps * self.sample
+        return Stages(
+            batches=self.slots,
+            slots=1,
+            rows=self.rows,
+            steps=self.steps,
+            env_steps=self.rows * self.steps * self.chunk,
+            chunk=lambda random: float(self.chunk_time(random, self.rows)[0]),
+            reset=self.reset,
+            resets=1.0,
+            infer_batch=self.batch,
+            infer_row=self.batch_row,
+            sizes=tuple(self.rows * slots for slots in range(1, self.slots_per_batch)),
+            max_rows=self.rows * self.slots_per_batch,
+            segments=self.segments,
+            segment=training if mode.streaming else 0.0,
+            fit=0.0 if mode.streaming else training,
+            host=0.0,
+            optimiser_step=self.optimiser_step,
+            optimiser_steps=2,
+            streaming=mode.streaming,
+            swap=0.0 if mode.background else self.load,
+            on_device=self.on_device,
+        )
+
     def split(self, slots: int) -> Profile:
         """The same environments in another number of slots."""
         return replace(self, slots=slots, rows=self.environments // slots)
@@ -141,9 +165,9 @@ def throughput(
         period = _lockstep(profile, mode, rollout, training, random, updates)
     else:
         rules = [batching() if batching else WorkConserving(1, 0.0) for _ in range(rollout)]
-        pipeline = _Pipeline(profile, mode, rules, training, max_staleness, random)
-        commits = pipeline.run(updates)
-        period = (commits[-1] - commits[warm_up - 1]) / (updates - warm_up)
+        stages, eta = profile.stages(mode), max_staleness
+        found = simulate(stages, rules, training, max_staleness=eta, updates=updates, warm_up=warm_up, seed=seed)
+        return found.steps_per_s
     return profile.environment_steps / period * 1000
 
 
@@ -176,155 +200,6 @@ def _lockstep(
         train = profile.train(training)
         periods.append(max(took, train) if mode.overlap else took + train)
     return float(np.mean(periods))
-
-
-@dataclass(slots=True)
-class _Job:
-    """Something for a device: a slot's request (`chunk` None), or a chunk of its simulator, of that length."""
-
-    slot: int
-    step: int
-    chunk: float | None = None
-    born: float = 0.0
-
-
-class _Pipeline:
-    """Slots, generators and a trainer without lockstep. A method named `_on_…` is an event."""
-
-    def __init__(
-        self,
-        profile: Profile,
-        mode: Mode,
-        rules: list[Strategy],
-        training: int,
-        max_staleness: int,
-        random: np.random.Generator,
-    ) -> None:
-        self._rules, rollout = rules, len(rules)
-        self.profile, self.mode, self.training, self.random = profile, mode, training, random
-        self.admitted = (1 + max_staleness) * profile.segments
-        self.now = 0.0
-        self.commits: list[float] = []
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._number = 0
-        # Simulators on devices share each with a generator of their own; others are served by any generator.
-        shared: deque[_Job] = deque()
-        self._queues = [deque() if profile.on_device else shared for _ in range(rollout)]
-        self._busy = [False] * rollout
-        self._loaded = [0] * rollout
-        self._idle = deque(range(profile.slots))
-        self._outstanding = self._published = self._trained = 0
-        self._training = False
-        self._alarm = 0.0  # the next look at batches that wait
-
-    def run(self, updates: int) -> list[float]:
-        """Times of the first `updates` commits."""
-        self._grant()
-        while len(self.commits) < updates:
-            self.now, _, event = heapq.heappop(self._events)
-            event()
-        return self.commits
-
-    def _after(self, delay: float, event: Callable[[], None]) -> None:
-        self._number += 1
-        heapq.heappush(self._events, (self.now + delay, self._number, event))
-
-    def _grant(self) -> None:
-        while self._idle and self._outstanding < self.admitted:
-            slot = self._idle.popleft()
-            self._outstanding += 1
-            if self.profile.on_device:
-                self._enqueue(_Job(slot, -1, self.profile.reset))
-            else:
-                self._after(self.profile.reset, lambda slot=slot: self._enqueue(_Job(slot, 0)))
-
-    def _enqueue(self, job: _Job) -> None:
-        job.born = self.now
-        self._queues[job.slot % len(self._queues)].append(job)
-        self._serve()
-
-    def _serve(self) -> None:
-        for device, queue in enumerate(self._queues):
-            if self._busy[device] or not queue:
-                continue
-            if queue[0].chunk is not None:
-                self._busy[device] = True
-                job = queue.popleft()
-                self._after(job.chunk, lambda device=device, job=job: self._on_simulated(device, job))
-                continue
-            jobs = self._batch(self._rules[device], queue)
-            if not jobs:
-                continue
-            self._busy[device] = True
-            took = self.profile.infer(self.profile.rows * len(jobs))
-            if not self.mode.background and self._loaded[device] < len(self.commits):
-                self._loaded[device] = len(self.commits)
-                took += self.profile.load
-            self._rules[device].served(self.profile.rows * len(jobs), took)
-            self._after(took, lambda device=device, jobs=jobs: self._on_replies(device, jobs))
-
-    def _batch(self, rule: Strategy, queue: deque[_Job]) -> list[_Job]:
-        """What a free device infers now: none while its rule waits for more."""
-        waiting = list(itertools.takewhile(lambda job: job.chunk is None, queue))
-        share = min(self.profile.slots_per_batch, rule.takes(lambda: self._backlog(len(waiting)), 1, self.profile.rows))
-        due = waiting[0].born + rule.wait_ms
-        if len(waiting) < share and self.now < due - TINY:
-            if not self.now < self._alarm <= due:
-                self._alarm = due
-                self._after(due - self.now, self._serve)
-            return []
-        return [queue.popleft() for _ in waiting[: int(share)]]
-
-    def _backlog(self, waiting: int) -> Backlog:
-        if self.profile.on_device:
-            return Backlog(waiting - 1, 1, 1)
-        return Backlog(waiting - 1, len(self._busy), self._busy.count(False))
-
-    def _on_replies(self, device: int, jobs: list[_Job]) -> None:
-        self._busy[device] = False
-        for job in jobs:
-            took = float(self.profile.chunk_time(self.random, self.profile.rows)[0])
-            if self.profile.on_device:
-                self._queues[device].append(_Job(job.slot, job.step, took))
-            else:
-                self._after(took, lambda job=job: self._on_chunk(job))
-        self._serve()
-
-    def _on_simulated(self, device: int, job: _Job) -> None:
-        self._busy[device] = False
-        self._on_chunk(job)
-        self._serve()
-
-    def _on_chunk(self, job: _Job) -> None:
-        if job.step + 1 < self.profile.steps:
-            self._enqueue(_Job(job.slot, job.step + 1))
-            return
-        self._published += 1
-        self._idle.append(job.slot)
-        self._grant()
-        self._train()
-
-    def _train(self) -> None:
-        profile = self.profile
-        count = 1 if self.mode.streaming else profile.segments
-        if self._training or self._published < count:
-            return
-        self._training = True
-        self._published -= count
-        before, self._trained = self._trained, self._trained + count
-        half = profile.segments / 2
-        steps = int(self._trained // half - before // half)
-        took = count * profile.rows * profile.steps * profile.sample / self.training + steps * profile.optimiser_step
-        self._after(took, self._on_trained)
-
-    def _on_trained(self) -> None:
-        self._training = False
-        if self._trained == self.profile.segments:
-            self._trained = 0
-            self._outstanding -= self.profile.segments
-            self.commits.append(self.now)
-            self._grant()
-        self._train()
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "tools" / "bench"
 BENCHMARKS: Mapping[str, str] = {
     "pipeline": "Throughput from lockstep to fully asynchronous, beside model and bound.",
     "batching": "Automatic batching beside a sweep of fixed sizes and waits.",
+    "plan": "What `plan` predicts for every placement of a profile, beside real runs.",
     "rollout": "Stragglers, waits of requests, and our own cost per request, without a trainer.",
     "broker": "Round trips and bytes per second of each lane, beside raw limits.",
     "weights": "A generator's stall per version and the bytes of a delta, beside a blocking reload.",

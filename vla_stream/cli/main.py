@@ -51,6 +51,7 @@ COMMANDS: Mapping[str, Entry] = {
     "export": Entry("export", "export", "A checkpoint as a folder to share: weights, config, model card."),
     "replay": Entry("replay", "replay", "Make a recorded update once more and compare what it gave."),
     "check": Entry("check", "check", "Validate a config and show what a run would do."),
+    "plan": Entry("plan", "plan", "Find the best placement on some devices, by measured costs."),
     "bench": Entry("bench", "bench", "Measure throughput and transport on this machine."),
     "redis": Entry("server", "redis", "Start or stop a Redis server of your own."),
 }

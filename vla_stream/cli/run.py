@@ -116,7 +116,7 @@ def _session(folder: RunFolder, url: str | None, display: Display, again: str, *
                 if resume and finish.newest_update(run_dir) >= config.updates:
                     display.tell(f"all {config.updates} updates are done already; --updates N goes on to update N")
                 else:
-                    _prepare(launch)
+                    prepare(launch)
                     _train(launch, inline=inline)
             except Interrupted:
                 update = finish.newest_update(run_dir)
@@ -136,7 +136,7 @@ def _session(folder: RunFolder, url: str | None, display: Display, again: str, *
         click.echo(line)
 
 
-def _prepare(launch: Launch) -> None:
+def prepare(launch: Launch) -> None:
     """Demonstrations, if this run warm-starts and has none."""
     from vla_stream.cli.folder import CONFIG_FILE
     from vla_stream.cli.helper import Helper, wait_for

@@ -30,7 +30,8 @@ ABOUT = (*TEXTS, "time", "seconds", "update", "version")
 # Everything else in a worker's record is a gauge.
 COUNTERS = re.compile(
     r"aborted|batches|chunk_steps|dead_letters|env_steps|episodes|handed_back|overdue|poisoned|refused|"
-    r"replies_dropped|requests|rows|segments|bytes\..+"
+    r"replies|replies_dropped|replies_ms|requests|rows|segments|bytes\..+|chunks|chunk_ms2?|environment_cpu_s|"
+    r"inferences|inferred_.+|reset_ms|resets|sent|sent_ms|served|served_ms|slots_reset|swaps|swaps_ms"
 )
 
 

@@ -200,6 +200,12 @@ class Learner:
         self.updates_done += 1
         return UpdateResult(number, count, problem, metrics, harmless)
 
+    def settle(self) -> None:
+        """Wait until the device has computed all that it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.policy.state_dict()  # a policy whose device is none of torch's waits in there
+
     def discard(self) -> None:
         """Forget the segments added, and what they did to the weights: the next update begins anew."""
         self._restore()

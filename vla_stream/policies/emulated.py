@@ -141,6 +141,11 @@ class Emulated(nn.Module):
         self._optimiser_steps += 1
 
     @property
+    def training_devices(self) -> int:
+        """See the protocol."""
+        return len(set(self._options.trainer_devices))
+
+    @property
     def _training(self) -> Stream:
         if self._trainer is None:
             self._trainer = Stream(Devices(self._options.trainer_devices, self._options.folder))

@@ -100,6 +100,14 @@ class LowPrecision(Protocol):
     def low_precision(self) -> bool: ...
 
 
+@runtime_checkable
+class ManyDevices(Protocol):
+    """Optional: a policy that trains on devices of its own, beside its process, and on how many. Without it: one."""
+
+    @property
+    def training_devices(self) -> int: ...
+
+
 def row_noise(noise_keys: np.ndarray, size: int) -> np.ndarray:
     """Standard normal noise f32[B, size]; row i depends on noise_keys[i] only (Philox counter generator)."""
     noise = np.empty((len(noise_keys), size), dtype=np.float32)
