@@ -97,6 +97,9 @@ def lognormal(mean: float, deviation: float) -> Callable[[np.random.Generator], 
     return lambda random: math.exp(shift + sigma * random.standard_normal())
 
 
+After = Callable[[float, Callable[[], None]], None]  # (delay, event): the event is called then
+
+
 class Transport(Protocol):
     """The way of requests, segments and weights, where it may be the limit."""
 
@@ -109,10 +112,8 @@ class Transport(Protocol):
     def segment(self, now: float, batch: int) -> float:
         """Time until a segment of this batch is in the trainer's."""
 
-    def version(
-        self, now: float, after: Callable[[float, Callable[[], None]], None], ready: Callable[[], None]
-    ) -> None:
-        """Weights were committed: call `ready` when generators have them. after(delay, event) calls an event later."""
+    def version(self, now: float, number: int, after: After, ready: Callable[[int], None]) -> None:
+        """Weights were committed: call `ready` with a version's number when generators have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,11 +134,9 @@ class Direct:
         """See the protocol."""
         return 0.0
 
-    def version(
-        self, now: float, after: Callable[[float, Callable[[], None]], None], ready: Callable[[], None]
-    ) -> None:
+    def version(self, now: float, number: int, after: After, ready: Callable[[int], None]) -> None:
         """See the protocol."""
-        ready()
+        ready(number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -438,7 +437,6 @@ class _Pipeline:
         self._training, self._trained = False, 0
         self._outstanding -= self.stages.segments
         self.commits += 1
-        version = self.commits
-        self.transport.version(self.now, self._after, lambda: self._on_version(version))
+        self.transport.version(self.now, self.commits, self._after, self._on_version)
         self._train(done=self.stages.publish if self._head else 0.0)
         self._grant()

@@ -1,21 +1,25 @@
 """`vla-stream bench scale`: 8 to 256 GPUs by the model of the pipeline, with the Redis servers as a resource.
 
-Weak scaling: environments, segments per update, generators and devices that train grow with the GPUs, in a profile's own
-ratio, so that an update takes as long on any number. What is modelled of the servers: each moves so many bytes per second,
-first come, first served. An observation is written once and read twice (DESIGN §3), requests of a batch and their bytes
-are on its partition's server, weights on the first one. Pulls of weights take what observations leave; while they last
-an observation waits, at each server's queue, for one chunk of 2 MiB per puller. A version that takes longer than the one
-after it is not caught up with: readers take the newest. Generators infer by older weights meanwhile, until a request
-demands newer ones (DESIGN §5).
+Weak scaling: environments, segments per update, generators and devices that train grow with the GPUs, in a profile's
+own ratio, so that an update takes as long on any number.
 
-Not built yet, and only modelled: partitions, one pull per host, and adapters as the only weights that travel. Not
-modelled: latency of a network, other users of it, and collectives that get slower with the number of ranks.
+What is modelled of the servers: each moves so many bytes per second, first come, first served. An observation is
+written once and read twice (DESIGN §3); requests of a batch and their bytes are on its partition's server, weights on
+one of their own where there are several. Pulls of weights take what observations leave; while they last, an
+observation on that server waits for one chunk of 2 MiB per puller, when it is written and when it is read. A version
+that takes longer than an update is not waited for: readers go on with the newest, by all deltas up to it. Generators
+infer by older weights meanwhile, until a request demands newer ones (DESIGN §5). An upload is part of an update.
+
+Not built yet, only modelled: partitions, one pull per host, readers that need no base while they have the weights
+before it, uploads in the background, weights on several servers. Not modelled: latency of a network, and collectives
+that get slower with the number of ranks.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +38,7 @@ from vla_stream.cli.curve import BLUE, GREY, ORANGE
 from vla_stream.cli.plan import of_run
 from vla_stream.cli.signals import Signals
 from vla_stream.errors import InputError
-from vla_stream.model import Stages, lognormal, simulate
+from vla_stream.model import After, Stages, lognormal, simulate
 
 FILES = {"json": "scale.json", "plot": "scale.png"}
 GPUS = (8, 16, 32, 64, 128, 256)
@@ -45,39 +49,55 @@ DELTA = 0.05  # of the full bytes: `bench weights` measures it
 BASE_EVERY = 20  # trainer.weights_base_every
 ADAPTER_MB = 100.0  # LoRA of rank 32
 CHUNK_BYTES = 2 * 2**20
+BLACK, GREEN = "black", "tab:green"
+ENOUGH = 1e-3  # ms left
 UPDATES, WARM_UP = 24, 4  # as many between as lie between two bases
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What of a run's transport differs. weights: bytes of a version; bases: every so many versions is full, 0: none;
-    per_host: generators of a host share one pull; servers: 0 for a transport that costs nothing."""
+    """What of a run's transport differs.
+
+    partitions  of observations, each on a server of its own; with more than one, so are weights. 0: no transport
+    weights     bytes of a version; full: of a base; bases: every so many versions is one, 0: none
+    per_host    generators of a host share one pull
+    background  the trainer goes on while its weights are uploaded
+    spread      weights lie on the partitions' servers in equal parts
+    """
 
     name: str
-    servers: int = 1
+    partitions: int = 1
     weights: float = 0.0
     full: float = 0.0
     bases: int = 0
     per_host: bool = False
+    background: bool = False
+    spread: bool = False
 
 
 def setups(weights_gb: float, delta: float, adapter_mb: float) -> list[Setup]:
-    """One thing after the other."""
-    full = weights_gb * 1e9
-    small = replace(Setup("", weights=delta * full, full=full, bases=BASE_EVERY))
-    return [
-        Setup("no transport", servers=0),
+    """One thing after the other; those with a + are the one above them and something more."""
+    full, adapter = weights_gb * 1e9, adapter_mb * 1e6
+    found = [
+        Setup("no transport", partitions=0),
         Setup("observations alone"),
         Setup("full weights", weights=full),
-        Setup("full, one pull per host", weights=full, per_host=True),
-        replace(small, name="deltas"),
-        replace(small, name="deltas, one pull per host", per_host=True),
-        replace(small, name="the same, no more bases", per_host=True, bases=0),
-        replace(small, name="the same, P = 2", per_host=True, bases=0, servers=2),
-        replace(small, name="the same, P = 4", per_host=True, bases=0, servers=4),
-        replace(small, name="the same, P = 8", per_host=True, bases=0, servers=8),
-        Setup("adapters, one pull per host, P = 8", weights=adapter_mb * 1e6, per_host=True, servers=8),
+        Setup("+ one pull per host", weights=full, per_host=True),
+        Setup("deltas, as built", weights=delta * full, full=full, bases=BASE_EVERY),
     ]
+    more: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("+ one pull per host", {"per_host": True}),
+        ("+ bases for newcomers only", {"bases": 0}),
+        ("+ upload in the background", {"background": True}),
+        ("+ P = 4", {"partitions": 4}),
+        ("+ P = 8", {"partitions": 8}),
+        ("+ weights on all servers", {"spread": True}),
+    )
+    for name, change in more:
+        found.append(replace(found[-1], name=name, **change))
+    built = Setup("adapters, as built", weights=adapter)
+    partitioned = replace(built, name="+ P = 8", partitions=8)
+    return [*found, built, partitioned, replace(partitioned, name="+ one pull per host", per_host=True)]
 
 
 @dataclass(slots=True)
@@ -107,13 +127,16 @@ class Servers:
     bytes_per_ms: float
     way: float
     servers: list[_Server] = field(init=False)
-    version_bytes: float = 0.0
     _committed: int = 0
     _pulled: int = 0
     _pulling: bool = False
+    _after: After = field(init=False)
+    _ready: Callable[[int], None] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.servers = [_Server(self.bytes_per_ms) for _ in range(self.setup.servers)]
+        partitions = self.setup.partitions
+        apart = partitions > 1 and not self.setup.spread
+        self.servers = [_Server(self.bytes_per_ms) for _ in range(partitions + apart)]
 
     def request(self, now: float, batch: int) -> float:
         """Its observations are written and read, and it goes half of its way."""
@@ -127,21 +150,21 @@ class Servers:
         """Its closing observation is written, and the trainer reads all."""
         return self._move(now, batch, 1 + self.segment_reads)
 
-    def version(
-        self, now: float, after: Callable[[float, Callable[[], None]], None], ready: Callable[[], None]
-    ) -> None:
+    def version(self, now: float, number: int, after: After, ready: Callable[[int], None]) -> None:
         """Pulled by all, one version after the other, as long as the first server has time for it."""
-        self._committed += 1
+        self._committed, self._after, self._ready = number, after, ready
         if not self.setup.weights or not self.servers:
-            ready()
+            ready(number)
         elif not self._pulling:
-            self._pull(now, after, ready)
+            self._pull(now)
 
-    def _pull(self, now: float, after: Callable[[float, Callable[[], None]], None], ready: Callable[[], None]) -> None:
-        server, newest = self.servers[0], self._committed
+    def _pull(self, now: float) -> None:
+        newest = self._committed
         self._pulling = True
-        left = self.pullers * sum(self._bytes(version) for version in self._missed(newest)) / self.bytes_per_ms
-        self._look(now, server.worked, left, after, lambda at: self._on_pulled(at, newest, after, ready))
+        amount = sum(self._bytes(version) for version in self._missed(newest))
+        amount *= self.pullers + self.setup.background
+        servers = len(self.servers) if self.setup.spread else 1
+        self._look(now, amount / self.bytes_per_ms / servers, newest)
 
     def _missed(self, newest: int) -> range:
         """Versions to pull: without deltas only the newest; with them all since the newest base."""
@@ -157,46 +180,25 @@ class Servers:
     def _bytes(self, version: int) -> float:
         return self.setup.full if self._is_base(version) else self.setup.weights
 
-    def _look(
-        self,
-        now: float,
-        worked: float,
-        left: float,
-        after: Callable[[float, Callable[[], None]], None],
-        done: Callable[[float], None],
-    ) -> None:
-        """Look again when it would be done, had the server nothing else to do."""
-        if left < 1e-3:
-            done(now)
+    def _look(self, now: float, left: float, newest: int) -> None:
+        """Again when it would be done, had the server nothing else to do meanwhile."""
+        server = self.servers[-1]
+        worked = server.worked
+        if left > ENOUGH:
+            self._after(left, lambda: self._look(now + left, min(left, server.worked - worked), newest))
             return
-        server = self.servers[0]
-
-        def again() -> None:
-            busy = server.worked - worked
-            self._look(now + left, server.worked, min(left, busy), after, done)
-
-        after(left, again)
-
-    def _on_pulled(
-        self,
-        now: float,
-        version: int,
-        after: Callable[[float, Callable[[], None]], None],
-        ready: Callable[[], None],
-    ) -> None:
-        self._pulling, self._pulled = False, version
-        ready()
-        if version < self._committed:
-            self._pull(now, after, ready)
+        self._pulling, self._pulled = False, newest
+        self._ready(newest)
+        if newest < self._committed:
+            self._pull(now)
 
     def _move(self, now: float, batch: int, times: float) -> float:
-        if not self.servers:
+        partitions = self.setup.partitions
+        if not partitions:
             return 0.0
-        server = self.servers[batch % len(self.servers)]
-        waits = (
-            2 * self.pullers * CHUNK_BYTES / self.bytes_per_ms if self._pulling and server is self.servers[0] else 0.0
-        )
-        return waits + server.move(now, times * self.request_bytes)
+        beside_weights = self._pulling and (partitions == 1 or self.setup.spread)
+        waits = 2 * self.pullers * CHUNK_BYTES / self.bytes_per_ms if beside_weights else 0.0
+        return waits + self.servers[batch % partitions].move(now, times * self.request_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +239,7 @@ class Shape:
             bytes_per_ms=server_gb_s * 1e6,
             way=self.stages.way,
         )
-        upload = (setup.weights / transport.bytes_per_ms) if setup.servers else 0.0
+        upload = 0.0 if setup.background else setup.weights / transport.bytes_per_ms
         found = simulate(
             replace(self.stages, publish=self.stages.publish + upload),
             [WorkConserving(1, 0.0) for _ in range(self.generators)],
@@ -332,17 +334,15 @@ def scale(
         shape = replace(shape, request_bytes=1000 * request_kb)
     sizes = gpus or GPUS
     rows = setups(weights_gb, delta, adapter_mb)
-    rates = {setup.name: [shape.on(size).rate(setup, server_gb_s) for size in sizes] for setup in rows}
-    ideal = rates[rows[0].name][0] / sizes[0]  # of one GPU
-    shares = {
-        name: [rate / size / ideal for rate, size in zip(found, sizes, strict=True)] for name, found in rates.items()
-    }
+    rates = [[shape.on(size).rate(setup, server_gb_s) for size in sizes] for setup in rows]
+    ideal = rates[0][0] / sizes[0]  # of one GPU
+    shares = [[rate / size / ideal for rate, size in zip(found, sizes, strict=True)] for found in rates]
     moved = ideal / shape.stages.env_steps * shape.request_bytes * (3 * (shape.stages.steps + 1) - 1) / 1e6
     click.echo(
         f"{shape.name}: {number(ideal)} environment steps/s per GPU, {moved:.1f} MB/s of observations per GPU, so that "
         f"one server of {server_gb_s:g} GB/s is full at {1000 * server_gb_s / moved:.0f} GPUs"
     )
-    lines = [[setup.name, *(f"{share:.2f}" for share in shares[setup.name])] for setup in rows]
+    lines = [[setup.name, *(f"{share:.2f}" for share in found)] for setup, found in zip(rows, shares, strict=True)]
     click.echo(f"\n{table(['efficiency on GPUs', *map(str, sizes)], lines)}")
     write_json(
         folder / FILES["json"],
@@ -354,11 +354,13 @@ def scale(
             "delta": delta,
             "adapter_mb": adapter_mb,
             "request_bytes": shape.request_bytes,
-            "steps_per_s": rates,
-            "efficiency": shares,
+            "rows": [
+                {**asdict(setup), "steps_per_s": rate, "efficiency": share}
+                for setup, rate, share in zip(rows, rates, shares, strict=True)
+            ],
         },
     )
-    draw(shape.name, sizes, shares, folder / FILES["plot"])
+    draw(shape.name, sizes, [setup.name for setup in rows], shares, folder / FILES["plot"])
     click.echo(f"\n{folder / FILES['json']}, {folder / FILES['plot']}")
 
 
@@ -379,7 +381,7 @@ def validation(name: str, sizes: Sequence[int], slower: float, repeats: int, upd
             raise click.Abort from exc
     found, about = [], {"machine": machine(), "profile": name, "slower": slower, "updates": updates}
     for size in sizes:
-        predicted = shape.on(size).rate(Setup("", servers=0), SERVER_GB_S)
+        predicted = shape.on(size).rate(Setup("", partitions=0), SERVER_GB_S)
         rate = Spread.of([run.steps_per_s for run in runs[size]])
         cores = sum(sum(run.cpu_s.values()) / run.cpu_window_s for run in runs[size]) / len(runs[size])
         found.append([str(size), number(predicted), str(rate), ratio(rate.median, predicted), f"{cores:.2f}"])
@@ -404,7 +406,7 @@ def emulated(shape: Shape, files: Sequence[Path], size: int) -> dict[str, Any]:
     return over
 
 
-def draw(name: str, sizes: Sequence[int], shares: dict[str, list[float]], file: Path) -> None:
+def draw(name: str, sizes: Sequence[int], rows: Sequence[str], shares: Sequence[Sequence[float]], file: Path) -> None:
     """Efficiency over GPUs, one line per setup."""
     import matplotlib
 
@@ -412,9 +414,12 @@ def draw(name: str, sizes: Sequence[int], shares: dict[str, list[float]], file: 
     from matplotlib import pyplot
 
     figure, panel = pyplot.subplots(figsize=(7.5, 4.2))
-    styles = [(color, line) for line in ("-", "--", ":", "-.") for color in (GREY, BLUE, ORANGE)]
-    for (setup, found), (color, line) in zip(shares.items(), styles, strict=False):
-        panel.plot(sizes, found, line, color=color, marker="o", markersize=3, label=setup)
+    # A + has the colour of what it adds to.
+    colors, markers = itertools.cycle((GREY, BLACK, ORANGE, BLUE, GREEN)), itertools.cycle("osv^Dxp*")
+    color = ""
+    for row, found in zip(rows, shares, strict=True):
+        color = color if row.startswith("+") else next(colors)
+        panel.plot(sizes, found, color=color, linewidth=1, marker=next(markers), markersize=4, label=row)
     panel.set_xscale("log", base=2)
     panel.set_xticks(list(sizes), [str(size) for size in sizes])
     panel.set_ylim(0, 1.08)

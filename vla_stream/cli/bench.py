@@ -19,6 +19,7 @@ BENCHMARKS: Mapping[str, str] = {
     "batching": "Automatic batching beside a sweep of fixed sizes and waits.",
     "plan": "What `plan` predicts for every placement of a profile, beside real runs.",
     "rollout": "Stragglers, waits of requests, and our own cost per request, without a trainer.",
+    "scale": "8 to 256 GPUs by the model: servers, partitions, weights.",
     "broker": "Round trips and bytes per second of each lane, beside raw limits.",
     "weights": "A generator's stall per version and the bytes of a delta, beside a blocking reload.",
     "metrics": "What workers' metrics cost, in one run with and without them.",

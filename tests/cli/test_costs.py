@@ -1,0 +1,134 @@
+"""Stage costs from what workers counted: known costs come out again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from vla_stream.cli import costs
+from vla_stream.cli.costs import Costs, Placement
+from vla_stream.cli.samples import Record
+from vla_stream.config import Config, load
+from vla_stream.errors import InputError
+
+CONFIG = """
+environment: {name: emulated, max_steps: 30}
+policy: {name: emulated, chunk: 10}
+simulators: {count: 2, env_batches: 4, slots: 1, envs_per_slot: 3, segment: {steps: 3}}
+generators: {count: 2, max_batch_size: 6, padded_sizes: [3]}
+trainer: {segments_per_update: 8, minibatch_samples: 36, epochs: 1}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Any) -> Config:
+    file = tmp_path / "config.yaml"
+    file.write_text(CONFIG)
+    return load([file])
+
+
+def second(role: str, number: int, time: float, **metrics: float) -> Record:
+    return {"kind": "second", "role": role, "worker": f"{role}-{number}", "time": time, "seconds": 1.0, **metrics}
+
+
+def update(number: int, **metrics: float) -> Record:
+    about: Record = {"kind": "update", "role": "trainer", "worker": "trainer-0", "time": 100.0 + 2 * number}
+    trained = {"samples": 72.0, "trained_env_steps": 720.0, "optimiser_steps": 2.0, "devices": 4.0, "apart": 1.0}
+    times = {"fit_s": 0.72, "fit_samples": 72.0, "step_s": 0.01, "publish_s": 0.03, "pass_s": 0.016, "weights_mb": 0.5}
+    return {**about, "update": float(number), **trained, **times, **metrics}
+
+
+def run() -> list[Record]:
+    """Updates at 102, 104, … 110. Chunks of 100 and 140 ms in turn, inferences of 3 + 6 · rows ms, a way of 5 ms."""
+    records: list[Record] = [update(number) for number in range(1, 6)]
+    for time in range(96, 112):
+        # All is slower while the run begins; it must not be seen.
+        slow = 3.0 if time <= 104 else 1.0
+        for number in (0, 1):
+            chunks = {"chunks": 10.0, "chunk_ms": slow * 1200.0, "chunk_ms2": slow * 10 * (120.0**2 + 20.0**2)}
+            resets = {"resets": 3.0, "reset_ms": slow * 30.0, "slots_reset": 3.0, "segments": 3.0}
+            way = {"replies": 10.0, "replies_ms": slow * 400.0, "sent": 10.0, "sent_ms": slow * 10.0}
+            amount = {"env_steps": 300.0, "bytes.shm": 4000.0, "bytes.inline": 1000.0, "environment_cpu_s": 0.03}
+            records.append(second("simulator", number, time + 0.1, **chunks, **resets, **way, **amount, cpu=0.06))
+            small, large = 2.0, 4.0  # inferences of three rows and of six
+            sums = {"inferences": small + large, "inferred_rows": 3 * small + 6 * large}
+            sums |= {"inferred_rows2": 9 * small + 36 * large, "inferred_ms": slow * (21 * small + 39 * large)}
+            sums["inferred_rows_ms"] = slow * (3 * 21 * small + 6 * 39 * large)
+            served = {"served": 10.0, "served_ms": slow * 370.0, "batches": 6.0, "swaps": 1.0, "swaps_ms": 2.0}
+            busy = {"busy.read": 0.002, "busy.collate": 0.001}
+            records.append(second("generator", number, time + 0.2, **sums, **served, **busy, cpu=0.09))
+        records.append(second("trainer", 0, time + 0.3, segments=4.0, **{"busy.read": 0.012}, cpu=0.12))
+    return sorted(records, key=lambda record: float(record["time"]))
+
+
+def test_known_costs_come_out_again(config: Config) -> None:
+    found = costs.measured(run(), config)
+    expected = {
+        **{"chunk": 120.0, "chunk_deviation": 20.0, "reset": 10.0, "resets": 1.0, "steps": 3.0, "env_steps": 90.0},
+        **{"infer_batch": 3.0, "infer_row": 6.0, "swap": 2.0},
+        # 1 to send, 3 between request and reply beside the generator's, half of a rounded ms, .5 to read and collate.
+        "way": 1.0 + (40.0 - 37.0) + 0.5 + 0.5,
+        **{"fit": 90.0 * 4, "before": 2.0 + 3.0, "optimiser_step": 10.0, "publish": 30.0},
+        **{"request_bytes": 500.0, "weights_bytes": 0.5e6},
+    }
+    for name, value in expected.items():
+        assert getattr(found, name) == pytest.approx(value), name
+    assert (found.devices, found.processes, found.optimiser_steps, found.apart) == (4, 1, 2, True)
+    per_step = {"simulator": 0.12 / 600, "generator": 0.18 / 600, "trainer": 0.12 / 600, "environment": 0.06 / 600}
+    assert found.cpu_s == pytest.approx(per_step)
+
+
+def test_what_all_batches_of_one_size_do_not_tell_the_warm_up_does(config: Config) -> None:
+    records = run()
+    for record in records:
+        if record.get("role") == "generator":
+            several = float(record["time"]) < 97
+            record |= {"inferences": 4.0, "inferred_rows": 18.0 if several else 24.0}
+            record |= {"inferred_rows2": 90.0 if several else 144.0, "inferred_ms": 120.0 if several else 156.0}
+            record["inferred_rows_ms"] = (2 * 3 * 21 + 2 * 6 * 39) if several else 4 * 6 * 39.0
+    found = costs.measured(records, config)
+    assert (found.infer_batch, found.infer_row) == (pytest.approx(3.0), pytest.approx(6.0))
+
+
+def test_in_streaming_no_device_is_busier_than_all_of_the_time(config: Config) -> None:
+    trainer = config.trainer.model_copy(update={"update": "streaming", "optimiser_steps": 2})
+    streaming = config.model_copy(update={"trainer": trainer})
+    records = [record for record in run() if record["kind"] != "update"]
+    timed = {"fit_s": 0.16, "fit_samples": 9.0}  # of one segment
+    updates = [update(number, **timed) for number in range(1, 6)]
+    assert costs.measured([*records, *updates], streaming).fit == pytest.approx(160.0 * 4), "1.28 of 2 s"
+    slower = [update(number, **{**timed, "fit_s": 0.3}) for number in range(1, 6)]
+    assert costs.measured([*records, *slower], streaming).fit == pytest.approx((2000 - 2 * 10) / 8 * 4)
+
+
+def test_stages_follow_the_placement_and_the_way_of_updating(config: Config) -> None:
+    found = costs.measured(run(), config)
+    at = found.stages(config, Placement(simulators=5, generators=2, trainers=3))
+    assert (at.batches, at.slots, at.rows, at.segments, at.max_rows, at.sizes) == (20, 1, 3, 8, 6, (3,))
+    assert (at.segment, at.fit, at.host) == (0.0, pytest.approx(360.0), pytest.approx(5.0))
+    trainer = config.trainer.model_copy(update={"update": "streaming", "optimiser_steps": 4})
+    streaming = config.model_copy(update={"trainer": trainer})
+    at = found.stages(streaming, Placement(5, 2, 3))
+    assert (at.segment, at.fit, at.optimiser_steps) == (pytest.approx(360.0), 0.0, 4)
+    # On a CPU the process computes itself, one rank per device.
+    alone = replace(found, apart=False, devices=1)
+    assert alone.stages(streaming, Placement(5, 2, 3)).host == pytest.approx(365 / 3)
+
+
+def test_too_little_of_a_run_is_an_error_that_says_what_is_missing(config: Config) -> None:
+    short = [record for record in run() if float(record["time"]) < 105]
+    with pytest.raises(InputError, match="2 updates, expected at least 4"):
+        costs.measured(short, config)
+    silent = [record for record in run() if record.get("role") != "generator"]
+    with pytest.raises(InputError, match="no inferences between update 2 and the last"):
+        costs.measured(silent, config)
+    old = [{name: value for name, value in record.items() if name != "step_s"} for record in run()]
+    with pytest.raises(InputError, match="updates tell no `step_s`"):
+        costs.measured(old, config)
+
+
+def test_costs_are_plain_data(config: Config) -> None:
+    plain = costs.measured(run(), config).plain()
+    assert Costs(**plain).plain() == plain
