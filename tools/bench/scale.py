@@ -50,6 +50,7 @@ BASE_EVERY = 20  # trainer.weights_base_every
 ADAPTER_MB = 100.0  # LoRA of rank 32
 CHUNK_BYTES = 2 * 2**20
 BLACK, GREEN = "black", "tab:green"
+ENDS = 0.9
 ENOUGH = 1e-3  # ms left
 UPDATES, WARM_UP = 24, 4  # as many between as lie between two bases
 
@@ -78,26 +79,34 @@ class Setup:
 def setups(weights_gb: float, delta: float, adapter_mb: float) -> list[Setup]:
     """One thing after the other; those with a + are the one above them and something more."""
     full, adapter = weights_gb * 1e9, adapter_mb * 1e6
-    found = [
-        Setup("no transport", partitions=0),
-        Setup("observations alone"),
-        Setup("full weights", weights=full),
-        Setup("+ one pull per host", weights=full, per_host=True),
-        Setup("deltas, as built", weights=delta * full, full=full, bases=BASE_EVERY),
-    ]
-    more: tuple[tuple[str, dict[str, Any]], ...] = (
-        ("+ one pull per host", {"per_host": True}),
-        ("+ bases for newcomers only", {"bases": 0}),
-        ("+ upload in the background", {"background": True}),
-        ("+ P = 4", {"partitions": 4}),
-        ("+ P = 8", {"partitions": 8}),
-        ("+ weights on all servers", {"spread": True}),
+    host, everywhere = {"per_host": True}, {"spread": True}
+    chains: tuple[tuple[Setup, dict[str, dict[str, Any]]], ...] = (
+        (Setup("no transport", partitions=0), {}),
+        (Setup("observations alone"), {}),
+        (Setup("full weights", weights=full), {"+ one pull per host": host}),
+        (
+            Setup("deltas, as built", weights=delta * full, full=full, bases=BASE_EVERY),
+            {
+                "+ one pull per host": host,
+                "+ bases for newcomers only": {"bases": 0},
+                "+ upload in the background": {"background": True},
+                "+ P = 2": {"partitions": 2},
+                "+ P = 8": {"partitions": 8},
+                "+ weights on all servers": everywhere,
+                "+ P = 16": {"partitions": 16},
+            },
+        ),
+        (
+            Setup("adapters, as built", weights=adapter),
+            {"+ one pull per host": host, "+ P = 8": {"partitions": 8}, "+ weights on all servers": everywhere},
+        ),
     )
-    for name, change in more:
-        found.append(replace(found[-1], name=name, **change))
-    built = Setup("adapters, as built", weights=adapter)
-    partitioned = replace(built, name="+ P = 8", partitions=8)
-    return [*found, built, partitioned, replace(partitioned, name="+ one pull per host", per_host=True)]
+    found: list[Setup] = []
+    for first, more in chains:
+        found.append(first)
+        for name, change in more.items():
+            found.append(replace(found[-1], name=name, **change))
+    return found
 
 
 @dataclass(slots=True)
@@ -342,8 +351,12 @@ def scale(
         f"{shape.name}: {number(ideal)} environment steps/s per GPU, {moved:.1f} MB/s of observations per GPU, so that "
         f"one server of {server_gb_s:g} GB/s is full at {1000 * server_gb_s / moved:.0f} GPUs"
     )
-    lines = [[setup.name, *(f"{share:.2f}" for share in found)] for setup, found in zip(rows, shares, strict=True)]
-    click.echo(f"\n{table(['efficiency on GPUs', *map(str, sizes)], lines)}")
+    lines = [
+        [setup.name, *(f"{share:.2f}" for share in found), ends_at(sizes, found)]
+        for setup, found in zip(rows, shares, strict=True)
+    ]
+    header = ["efficiency on GPUs", *map(str, sizes), f"less than {ENDS:g} from"]
+    click.echo(f"\n{table(header, lines)}")
     write_json(
         folder / FILES["json"],
         {
@@ -362,6 +375,11 @@ def scale(
     )
     draw(shape.name, sizes, [setup.name for setup in rows], shares, folder / FILES["plot"])
     click.echo(f"\n{folder / FILES['json']}, {folder / FILES['plot']}")
+
+
+def ends_at(sizes: Sequence[int], shares: Sequence[float]) -> str:
+    """The first size at which it is no longer efficient: from there on the next row is needed."""
+    return next((str(size) for size, share in zip(sizes, shares, strict=True) if share < ENDS), "–")
 
 
 def validation(name: str, sizes: Sequence[int], slower: float, repeats: int, updates: int, folder: Path) -> None:
