@@ -14,7 +14,7 @@ from vla_stream.model import After, Stages, lognormal, simulate
 
 
 def stages(**changes: Any) -> Stages:
-    """One slot of two rows: segments of two chunk steps of 100 ms, an inference of 6 + 2 · rows ms, a reset of 30 ms."""
+    """One slot of two rows: two chunk steps of 100 ms, an inference of 6 + 2 · rows ms, a reset of 30 ms."""
     numbers: dict[str, Any] = {"batches": 1, "slots": 1, "rows": 2, "steps": 2.0, "env_steps": 20.0, "resets": 1.0}
     times: dict[str, Any] = {"chunk": lognormal(100, 0), "reset": 30.0, "infer_batch": 6.0, "infer_row": 2.0}
     batch: dict[str, Any] = {"sizes": (), "max_rows": 2, "segments": 1}

@@ -26,23 +26,26 @@ from vla_stream.config import Config
 from vla_stream.errors import InputError
 
 FILE = "plan.json"
-FEWEST = 2  # devices of either kind
 
 
 @click.command()
 @click.option("--profile", "names", multiple=True, metavar="NAME", help="all (default), or some of configs/profiles.")
 @click.option("--devices", type=click.IntRange(min=4), default=DEVICES, show_default=True, help="Emulated devices.")
+@click.option("--fewest", type=click.IntRange(min=1), default=2, show_default=True, help="Devices of either kind.")
 @click.option(
     "--repeats", type=click.IntRange(min=1), default=1, show_default=True, help="Real runs of each placement."
 )
 @click.option("--updates", type=click.IntRange(min=1), default=4, show_default=True, help="Updates measured in each.")
 @click.option("--warm-up", type=click.IntRange(min=1), default=2, show_default=True, help="Updates before them.")
 @output_option("Folder of the JSON.")
-def plan(names: tuple[str, ...], devices: int, repeats: int, updates: int, warm_up: int, output: Path) -> None:
+def plan(
+    names: tuple[str, ...], devices: int, fewest: int, repeats: int, updates: int, warm_up: int, output: Path
+) -> None:
     """Every placement of some devices: predicted from one short run, and measured."""
     file = output_folder(output) / FILE
-    wanted = [name for name in profile_names() if not on_device(name)] if not names or "all" in names else names
-    plans = [predicted(name, devices) for name in wanted]
+    every = [name for name in profile_names() if not on_device(profile_file(name))]
+    wanted = every if not names or "all" in names else names
+    plans = [predicted(name, devices, fewest) for name in wanted]
     rows = [row for plan in plans for row in plan.rows]
     about = {"updates": updates, "warm_up": warm_up, "repeats": repeats, "set": []}
     interrupted = take_turns(rows, plans, about, file)
@@ -53,22 +56,22 @@ def plan(names: tuple[str, ...], devices: int, repeats: int, updates: int, warm_
         raise click.Abort
 
 
-def on_device(name: str) -> bool:
+def on_device(file: Path) -> bool:
     """Simulators on the generators' devices: `plan` has no figures for these."""
-    return Profile.of(settings.load([CONFIGS / "base.yaml", CONFIGS / f"{name}.yaml"])).on_device
+    return Profile.of(settings.load([CONFIGS / "base.yaml", file])).on_device
 
 
-def predicted(name: str, devices: int) -> Plan:
-    """Rows of all placements. Raises InputError, RunFailed."""
+def predicted(name: str, devices: int, fewest: int) -> Plan:
+    """Rows of all placements with at least so many devices of either kind. Raises InputError, RunFailed."""
     file = profile_file(name)
-    if on_device(file.stem):
+    if on_device(file):
         raise InputError(f"--profile {name}: its simulators compute on the generators' devices, which plan cannot tell")
     files, half = [CONFIGS / "base.yaml", file], devices // 2
     base = settings.load(files)
     with scratch_folder() as scratch:
         config = _at(base, files, half, devices - half, scratch)
         costs = measured_costs(config)
-    overs = {r: overlay(base, FULL, r, devices - r) for r in range(FEWEST, devices - FEWEST + 1)}
+    overs = {r: overlay(base, FULL, r, devices - r) for r in range(fewest, devices - fewest + 1)}
     rows = [
         Row(file.stem, f"{r}:{devices - r}", f"{r}:{devices - r}", files, over, rate(costs, config, r, devices - r))
         for r, over in overs.items()
