@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable
 from queue import Empty, Full, Queue
+from statistics import median
 
 import numpy as np
 import torch
@@ -37,6 +38,7 @@ from workers.worker import BLOCK_S, Worker, run_process
 
 POLL_S = 0.0005  # between two looks while a batch fills: BLOCK's own deadline would be late by up to 10 ms
 LEAVING_S = 0.05
+TRIALS = 3  # of each size of batch before the first request: the median counts, as other workers start meanwhile
 PREFETCH_S = 0.005  # before the device is free its next batch is read, decoded, collated; until then others may have it
 
 FAILURES_IN_A_ROW = 3  # requests that fail alone, one after the other
@@ -115,16 +117,18 @@ class Generator:
         smallest = padded_size(slot, generators.padded_sizes, generators.max_batch_size)
         for rows in sorted({smallest, *generators.padded_sizes, generators.max_batch_size}):
             observations = Observations.blank(specification, rows)
+            took_s = []
             try:
-                for _ in range(2):
+                for _ in range(TRIALS):
                     started_s = time.monotonic()
                     self.policy.act(observations, np.zeros(rows, dtype=np.uint64))
+                    took_s.append(time.monotonic() - started_s)
             except Exception as exc:
                 raise RunFailed(
                     f"no inference for {rows} rows before the first request: {type(exc).__name__}: {exc}; "
                     "see generators.max_batch_size and padded_sizes"
                 ) from exc
-            self._note_cost(rows, (time.monotonic() - started_s) * 1000)
+            self._note_cost(rows, 1000 * median(took_s))
 
     def _note_cost(self, rows: int, took_ms: float) -> None:
         """For the strategy; and the sums of a least-squares fit of a + b·rows, for `plan` (cli/costs.py)."""

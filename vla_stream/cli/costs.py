@@ -133,10 +133,12 @@ def measured(records: Sequence[Record], config: Config) -> Costs:
     for name, found in needed:
         if not found[name]:
             raise InputError(f"metrics: no {name} between update 2 and the last; give more --updates, or a longer run")
+    inferences = generators
     if generators.spread == 0:
-        # All batches were of one size: what the warm-up took tells the others.
-        generators = _Sums(record for record in seconds if record.get("role") == "generator")
-    infer_batch, infer_row = line(generators)
+        # All batches were of one size: what generators tried before their first request tells the others.
+        tried = [r for r in seconds if r.get("role") == "generator" and not number(r, "served")]
+        inferences = _Sums([r for r in window if r.get("role") == "generator"] + tried)
+    infer_batch, infer_row = line(inferences)
     chunk = simulators["chunk_ms"] / simulators["chunks"]
     # The stream's times are whole milliseconds, rounded down: half of one is no wait.
     back = simulators.mean("replies_ms", "replies") - generators.mean("served_ms", "served") + 0.5
