@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -109,7 +110,7 @@ def newest(records: list[Record]) -> list[Record]:
 
 
 def calibrate(config: Config, updates: int) -> tuple[Config, list[Record]]:
-    """A short run, which leaves nothing: its config and its records. It is not streaming (cli/costs.py).
+    """A short run: its config, which is not streaming (cli/costs.py), and its records. Its folder stays if it fails.
 
     Raises RunFailed, InputError, click.Abort."""
     from vla_stream.cli.check import check_classes, check_files
@@ -123,37 +124,40 @@ def calibrate(config: Config, updates: int) -> tuple[Config, list[Record]]:
     check_classes(config)
     check_files(config)
     imitates = config.algorithm.imitation_coefficient > 0
-    with tempfile.TemporaryDirectory(prefix="vla-stream-plan-") as scratch:
-        trainer = {"critic_warmup_updates": 0, "checkpoint_every": 1000, "update": "buffered", "optimiser_steps": 1}
-        changed = {
-            "runs_dir": Path(scratch),
-            "updates": updates,
-            "pretrain": config.pretrain if imitates else None,  # as good or bad, a policy takes its time
-            "evaluation": config.evaluation.model_copy(update={"episodes": 0}),
-            "trainer": config.trainer.model_copy(update=trainer),
-            "tracking": Tracking(),
-        }
-        folder = RunFolder.open(config.model_copy(update=changed), name=None, resume=False)
-        display = Teller()
-        try:
-            with (
-                Signals() as signals,
-                server_for(None, folder.logs) as (url, server),
-                Launch(folder.config, url, server, signals, display, resume=False) as launch,
-            ):
-                click.echo(
-                    f"measuring: {updates} updates of {config.policy.name} on {config.environment.name}", err=True
-                )
-                prepare(launch)
-                launch.launch_workers()
-                if launch.drive() != "finished":
-                    raise click.Abort
-                launch.read_metrics()
-            return folder.config, load(folder.path / METRICS_FILE)
-        except RunFailed as exc:
-            raise RunFailed(f"the short run failed: {exc}; try it with: vla-stream run") from exc
-        finally:
-            folder.close()
+    trainer = {"update": "buffered", "optimiser_steps": 1, "critic_warmup_updates": 0, "record_every": 0}
+    trainer |= {"checkpoint_every": 1000, "ack": "update"}
+    scratch: Path | None = Path(tempfile.mkdtemp(prefix="vla-stream-plan-"))
+    changed = {
+        "runs_dir": scratch,
+        "updates": updates,
+        "pretrain": config.pretrain if imitates else None,  # as good or bad, a policy takes its time
+        "evaluation": config.evaluation.model_copy(update={"episodes": 0}),
+        "trainer": config.trainer.model_copy(update=trainer),
+        "allocation": None,
+        "tracking": Tracking(),
+    }
+    folder = RunFolder.open(config.model_copy(update=changed), name=None, resume=False)
+    try:
+        with (
+            Signals() as signals,
+            server_for(None, folder.logs) as (url, server),
+            Launch(folder.config, url, server, signals, Teller(), resume=False) as launch,
+        ):
+            click.echo(f"measuring: {updates} updates of {config.policy.name} on {config.environment.name}", err=True)
+            prepare(launch)
+            launch.launch_workers()
+            if launch.drive() != "finished":
+                raise click.Abort
+            launch.read_metrics()
+        records = load(folder.path / METRICS_FILE)
+    except RunFailed:
+        scratch = None  # its logs tell why
+        raise
+    finally:
+        folder.close()
+        if scratch is not None:
+            shutil.rmtree(scratch, ignore_errors=True)
+    return folder.config, records
 
 
 class Teller:
