@@ -34,7 +34,7 @@ class Linear(nn.Module):
         self.trunk = nn.Linear(specification.state_dims + 1, 8)
         self.action = nn.Linear(8, chunk * specification.action_dims)
         self.value = nn.Linear(8, 1)
-        self.log_std = nn.Parameter(torch.tensor(-0.5))
+        self.log_std = nn.Parameter(torch.tensor([-0.5]))
 
     def _heads(self, observations: Observations) -> tuple[torch.distributions.Normal, Tensor]:
         image = np.asarray(observations.images["front"]).reshape(len(observations), -1).mean(1) / 255

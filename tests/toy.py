@@ -42,7 +42,7 @@ class Toy(nn.Module):
         self.trunk = nn.Linear(S, 8)
         self.action = nn.Linear(8, H * A)
         self.value = nn.Linear(8, 1)
-        self.log_std = nn.Parameter(torch.tensor(-0.5))
+        self.log_std = nn.Parameter(torch.tensor([-0.5]))
         self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
         self.rows_evaluated = 0
 

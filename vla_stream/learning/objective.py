@@ -15,8 +15,8 @@ from vla_stream import config
 from vla_stream.learning import losses
 from vla_stream.learning.algorithms import RECIPES, Elements, looks_first
 from vla_stream.learning.losses import Sum
+from vla_stream.learning.ranks import ALONE, Alone, Passes
 from vla_stream.learning.samples import Samples
-from vla_stream.policies.protocol import Policy
 
 Terms = Mapping[str, Sum]
 """The loss by what it is divided by: `shares` for what is per element, `samples` for the value."""
@@ -29,8 +29,24 @@ def mean(terms: Terms) -> Tensor:
     return sum((term.total / term.elements for term in terms.values()), start=torch.zeros(()))
 
 
+def of_all_ranks(terms: Terms, ranks: Alone) -> tuple[Terms, Tensor]:
+    """This rank's terms with the divisors of all ranks' samples, so that the ranks' means add up; and to what."""
+    local = [torch.stack([term.total.detach().double(), term.elements.double()]) for term in terms.values()]
+    totals, counts = ranks.total(torch.stack(local)).unbind(1)
+    divided = zip(terms.items(), counts, strict=True)
+    return {
+        divisor: Sum(term.total, count.to(term.elements.dtype)) for (divisor, term), count in divided
+    }, (totals / counts).sum()
+
+
+def nothing(terms: Terms, sums: Mapping[str, Tensor]) -> tuple[Terms, dict[str, Tensor]]:
+    """What was evaluated counts for nothing: it was a row in place of none, in step with other ranks."""
+    empty = {divisor: Sum(0 * term.total, 0 * term.elements) for divisor, term in terms.items()}
+    return empty, {name: 0 * number for name, number in sums.items()}
+
+
 def evaluate(
-    policy: Policy,
+    policy: Passes,
     algorithm: config.Algorithm,
     samples: Samples,
     advantages_N: Tensor,
@@ -50,7 +66,7 @@ def evaluate(
         return terms, {name: number.detach().double() for name, number in sums.items()}
 
 
-def _imitation(policy: Policy, samples: Samples, device: torch.device) -> tuple[Terms, dict[str, Tensor]]:
+def _imitation(policy: Passes, samples: Samples, device: torch.device) -> tuple[Terms, dict[str, Tensor]]:
     """The policy's own behaviour-cloning loss of the executed actions."""
     loss = policy.imitation_loss(samples.observations.gather(), samples.actions, samples.executed.numpy())
     executed = samples.executed.sum().to(device)
@@ -59,7 +75,7 @@ def _imitation(policy: Policy, samples: Samples, device: torch.device) -> tuple[
 
 
 def _policy_gradient(
-    policy: Policy,
+    policy: Passes,
     algorithm: config.Algorithm,
     samples: Samples,
     advantages_N: Tensor,
@@ -143,7 +159,8 @@ class GradientSums:
 
     There is one sum per divisor, and each divisor needs a way back of its own through what its losses share."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Alone = ALONE) -> None:
+        self._ranks = ranks
         self._sums: dict[tuple[Parameter, str], Tensor] = {}
         self._counts: dict[str, Tensor] = {}
 
@@ -155,7 +172,7 @@ class GradientSums:
         last = list(terms)[-1]
         for divisor, (loss, count) in terms.items():
             self._counts[divisor] = self._counts.get(divisor, 0) + count.detach().double()
-            found = torch.autograd.grad(loss, parameters, retain_graph=divisor != last, allow_unused=True)
+            found = self._ranks.gradients(loss, parameters, again=divisor != last)
             for parameter, gradient in zip(parameters, found, strict=True):
                 if gradient is not None:
                     # Not in place: two parameters may share one tensor here.
@@ -163,10 +180,11 @@ class GradientSums:
                     self._sums[parameter, divisor] = gradient if before is None else before + gradient
 
     def means(self) -> dict[Parameter, Tensor]:
-        """The gradient of each parameter that has one."""
+        """The gradient of each parameter that has one: this rank's part of it, before `reduce`."""
         gradients: dict[Parameter, Tensor] = {}
+        counts = dict(zip(self._counts, self._ranks.total(torch.stack(list(self._counts.values()))), strict=True))
         for (parameter, divisor), total in self._sums.items():
-            mean = (total / self._counts[divisor]).to(total.dtype)
+            mean = (total / counts[divisor]).to(total.dtype)
             gradients[parameter] = gradients[parameter] + mean if parameter in gradients else mean
         return gradients
 
@@ -174,7 +192,8 @@ class GradientSums:
 class Tally:
     """The sums of all parts of one update, and the means that people see. They stay on the device until then."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Alone = ALONE) -> None:
+        self._ranks = ranks
         self._sums: dict[str, Tensor] = {}
         self._first: Mapping[str, Tensor] = {}
         self._since_step: list[Mapping[str, Tensor]] = []
@@ -201,17 +220,18 @@ class Tally:
         self._since_step.clear()
 
     def imitated(self, loss: Tensor) -> None:
-        """The mean loss of demonstrations in one optimiser step."""
+        """The mean loss of demonstrations in one optimiser step, of all ranks."""
         self._imitation.append(loss.detach())
 
     def kl_since_step(self) -> float:
         """KL to the proximal policy in the parts since the last optimiser step. Waits for the device."""
-        kl, elements = (sum(sums[name] for sums in self._since_step) for name in ("kl_proximal", "elements"))
+        steps = [torch.stack([sums["kl_proximal"], sums["elements"]]) for sums in self._since_step]
+        kl, elements = self._ranks.total(torch.stack(steps).sum(0))
         return float(kl / elements)
 
     def metrics(self) -> dict[str, float]:
         """Those that the algorithm has."""
-        sums, first = _read(self._sums), _read(self._first)
+        sums, first = self._read()
         elements = sums["elements"]
         metrics = {name: sums[name] / elements for name in PER_ELEMENT if name in sums}
         if "policy_loss" in sums:
@@ -232,10 +252,14 @@ class Tally:
             metrics["gradient_norm"] = sum(self._gradient_norms) / steps
         return metrics | {"optimiser_steps": float(steps)}
 
+    def _read(self) -> tuple[dict[str, float], dict[str, float]]:
+        """The sums of all ranks, and the first. All in one transfer: each .item() would wait for the device."""
+        both = torch.stack([torch.stack(list(sums.values())) for sums in (self._sums, self._first)])
+        read, first = (dict(zip(self._sums, row, strict=True)) for row in self._ranks.total(both).tolist())
+        if "ratio_max" in read:
+            read["ratio_max"] = float(self._ranks.largest(self._sums["ratio_max"]))
+        return read, first
 
-def _read(sums: Mapping[str, Tensor]) -> dict[str, float]:
-    """All in one transfer: each .item() would wait for the device."""
-    return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))
 
 
 def describe(parts: Sequence[Samples], algorithm: config.Algorithm, version: int) -> dict[str, float]:

@@ -21,8 +21,8 @@ from vla_stream.environments.protocol import Observations
 from vla_stream.learning.advantages import successor_values
 from vla_stream.learning.algorithms import RECIPES, Rollout, looks_first
 from vla_stream.learning.losses import element_mask, to_elements
+from vla_stream.learning.ranks import ALONE, Alone, Passes
 from vla_stream.learning.segments import Segment
-from vla_stream.policies.protocol import Policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +95,18 @@ class Samples:
             self.observations.take(index),
             self.actions[index],
             {name: array[index] for name, array in self.extras.items()},
-            *(tensor[rows] for tensor in self._tensors()),
+            *(tensor[rows] for tensor in self.tensors()),
         )
 
     def without_inputs(self) -> Samples:
         """What is left to describe once the policy has seen them: observations are most of the memory."""
+        return Samples.without_any(self.tensors())
+
+    @classmethod
+    def without_any(cls, tensors: Sequence[Tensor]) -> Samples:
+        """The same, from `tensors`."""
         nothing = np.empty(0, dtype=np.int64)
-        return dataclasses.replace(self, observations=Rows((), nothing, nothing), actions=nothing, extras={})
+        return cls(Rows((), nothing, nothing), nothing, {}, *tensors)
 
     @classmethod
     def concatenate(cls, parts: Sequence[Samples]) -> Samples:
@@ -110,10 +115,11 @@ class Samples:
             Rows.concatenate([part.observations for part in parts]),
             np.concatenate([part.actions for part in parts]),
             {name: np.concatenate([part.extras[name] for part in parts]) for name in parts[0].extras},
-            *(torch.cat(tensors) for tensors in zip(*(part._tensors() for part in parts), strict=True)),
+            *(torch.cat(tensors) for tensors in zip(*(part.tensors() for part in parts), strict=True)),
         )
 
-    def _tensors(self) -> tuple[Tensor, ...]:
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All but the inputs, each [N, …]."""
         return (
             self.executed,
             self.behaviour,
@@ -138,19 +144,29 @@ class _Look(NamedTuple):
     successors: Tensor
 
 
+class Contribution(NamedTuple):
+    """The samples of one segment, made by this rank or, then without inputs, by another."""
+
+    ticket: int
+    samples: Samples
+    own: bool = True
+
+
 def make_samples(
-    policy: Policy,
+    policy: Passes,
     segment: Segment,
     algorithm: config.Algorithm,
     most_rows: int,
-    reference: Policy | None = None,
+    reference: Passes | None = None,
+    ranks: Alone = ALONE,
 ) -> Samples:
-    """The samples of one segment by the policy's current weights, evaluated at most `most_rows` at a time."""
+    """The samples of one segment by the policy's current weights, evaluated at most `most_rows` at a time. Several
+    ranks do it in step, each with a segment of its own."""
     recipe = RECIPES[algorithm.name]
     # Indexing is numpy's: it takes a fraction of torch's time on arrays as small as these.
     trained = recipe.trained(segment).numpy()
     if looks_first(algorithm):
-        look = _look(policy, segment, trained, most_rows, critic=algorithm.has_critic)
+        look = _look(policy, segment, trained, most_rows, ranks, critic=algorithm.has_critic)
     else:
         none = torch.zeros(trained.shape)
         observations = Rows(segment.observations, *np.nonzero(trained))
@@ -159,7 +175,7 @@ def make_samples(
     executed, behaviour = (torch.from_numpy(array[trained]) for array in (segment.executed, segment.logprobs))
     reference_logprobs = behaviour
     if reference is not None:
-        reference_logprobs, _ = _evaluate(reference, look.observations, actions, extras, most_rows)
+        reference_logprobs, _ = _evaluate(reference, segment, look.observations, actions, extras, most_rows, ranks)
     log_ratios = np.zeros(trained.shape, dtype=np.float32)
     log_ratios[trained] = to_elements(look.proximal - behaviour, executed, "chunk").numpy()
     elements = element_mask(torch.from_numpy(segment.executed), actions.shape[-1], algorithm.granularity)
@@ -196,7 +212,9 @@ def make_samples(
     )
 
 
-def _look(policy: Policy, segment: Segment, trained: np.ndarray, most_rows: int, *, critic: bool) -> _Look:
+def _look(
+    policy: Passes, segment: Segment, trained: np.ndarray, most_rows: int, ranks: Alone, *, critic: bool
+) -> _Look:
     """One pass without gradients over the chunk steps to train and, for a critic, over those observations beside them
     whose value bootstraps a return: those that close the segment without having ended, and those before the reset of
     truncated rows."""
@@ -220,7 +238,8 @@ def _look(policy: Policy, segment: Segment, trained: np.ndarray, most_rows: int,
     # An observation without a decision of its own is evaluated with a neighbour's: only its value is used.
     decision = (np.minimum(t, steps - 1), row)
     extras = {name: array[decision] for name, array in segment.extras.items()}
-    logprobs, values = _evaluate(policy, observations, segment.actions[decision], extras, most_rows)
+    actions = segment.actions[decision]
+    logprobs, values = _evaluate(policy, segment, observations, actions, extras, most_rows, ranks)
     grid_values = np.zeros((steps + 1, rows), dtype=np.float32)
     grid_values[needed] = values[:on_grid].numpy()
     grid = torch.from_numpy(grid_values)
@@ -247,19 +266,65 @@ def why_not_trainable(samples: Samples, ticket: int) -> str | None:
     return None
 
 
-def parts(index: np.ndarray, most: int) -> Iterator[np.ndarray]:
-    """`index` in as few parts of at most `most` as there can be, their sizes as equal as can be."""
-    if len(index):
-        yield from np.array_split(index, -(-len(index) // most))
+def spare(segment: Segment) -> Samples:
+    """One sample that teaches nothing, for a rank that has none while others have: its first row."""
+    one = torch.zeros(1)
+    nothing = torch.zeros(1, *segment.actions.shape[2:])
+    return Samples(
+        Rows(segment.observations, np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)),
+        segment.actions[0, :1],
+        {name: array[0, :1] for name, array in segment.extras.items()},
+        *(torch.zeros(1, segment.actions.shape[2], dtype=torch.bool), nothing, nothing, nothing),
+        *(one, one, one, one, one, torch.zeros(1, dtype=torch.int64)),
+    )
+
+
+def of_all_ranks(own: Sequence[Contribution], ranks: Alone) -> list[Contribution]:
+    """Those of all ranks, by ticket. Each rank has as many, at least one."""
+    found = list(own) if ranks.count == 1 else []
+    if ranks.count > 1:
+        tickets, lengths = (
+            torch.tensor(numbers) for numbers in zip(*((each.ticket, len(each.samples)) for each in own), strict=True)
+        )
+        fields = zip(*(each.samples.tensors() for each in own), strict=True)
+        gathered = ranks.gather([tickets, lengths, *map(torch.cat, fields)])
+        for rank, (tickets, lengths, *tensors) in enumerate(gathered):
+            if rank == ranks.rank:
+                found += own
+                continue
+            cut = zip(*(tensor.split(lengths.tolist()) for tensor in tensors), strict=True)
+            found += [
+                Contribution(ticket, Samples.without_any(each), own=False)
+                for ticket, each in zip(tickets.tolist(), cut, strict=True)
+            ]
+    return sorted(found, key=lambda each: each.ticket)
+
+
+def parts(index: np.ndarray, most: int, ranks: Alone = ALONE) -> Iterator[np.ndarray]:
+    """`index` in as few parts of at most `most` as there can be, their sizes as equal as can be; on all ranks as many,
+    of which some may be empty."""
+    count = ranks.most(-(-len(index) // most))
+    if count:
+        yield from np.array_split(index, count)
 
 
 def _evaluate(
-    policy: Policy, observations: Rows, actions: np.ndarray, extras: Mapping[str, np.ndarray], most_rows: int
+    policy: Passes,
+    segment: Segment,
+    observations: Rows,
+    actions: np.ndarray,
+    extras: Mapping[str, np.ndarray],
+    most_rows: int,
+    ranks: Alone,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs f32[N, H, A] and values f32[N] on the host, without gradients."""
     logprobs, values = [torch.zeros(0, *actions.shape[1:])], [torch.zeros(0)]
     with torch.no_grad():
-        for index in parts(np.arange(len(actions)), most_rows):
+        for index in parts(np.arange(len(actions)), most_rows, ranks):
+            if not len(index):
+                one = spare(segment)
+                policy.evaluate(one.observations.gather(), one.actions, one.extras)
+                continue
             part = {name: array[index] for name, array in extras.items()}
             evaluation = policy.evaluate(observations.take(index).gather(), actions[index], part)
             logprobs.append(evaluation.logprobs.float().cpu())

@@ -5,6 +5,9 @@ Streaming: adding a segment computes its gradient at once, so that training over
 one optimiser step with all of them (or the last of `optimiser_steps`, each with an equal share of the segments).
 Which loss that is, the algorithm says (algorithms.py); demonstrations may be imitated beside it.
 
+Several ranks (ranks.py) make one update together, each with its part of the segments: what divides, normalises, ends or
+skips it is the same as if one had them all, and so is the result, up to rounding.
+
 In both, π_prox and V of all segments are those of the weights that the update starts with. Without that, later shares
 would never be clipped: on the quick start four steps per update then took success from .48 to 0 in 20 updates.
 """
@@ -12,7 +15,7 @@ would never be clipped: on the quick start four steps per update then took succe
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 
 import numpy as np
@@ -25,7 +28,16 @@ from vla_stream.learning import objective
 from vla_stream.learning.advantages import RunningMoments, normalise
 from vla_stream.learning.beside import Beside
 from vla_stream.learning.cloning import Demonstrated
-from vla_stream.learning.samples import Samples, make_samples, parts, why_not_trainable
+from vla_stream.learning.ranks import ALONE, Alone
+from vla_stream.learning.samples import (
+    Contribution,
+    Samples,
+    make_samples,
+    of_all_ranks,
+    parts,
+    spare,
+    why_not_trainable,
+)
 from vla_stream.learning.segments import Segment
 from vla_stream.policies.protocol import Policy
 
@@ -64,7 +76,7 @@ _Snapshot = tuple[list[tuple[torch.nn.Parameter, Tensor]], dict[Tensor, dict[str
 class _Begun:
     """The next update as far as its segments are here.
 
-    segments   each with its ticket, as they came
+    segments   this rank's, as they came; newest: the last of them as it came
     problem    why it will change nothing
     enough     its policy has moved as far as it may: `algorithm.max_kl`
     before     weights and moments before its first optimiser step, once there was one: the step may turn out to be void
@@ -72,12 +84,13 @@ class _Begun:
     losses     of the same, each with its ticket: they are read when that step waits for the device anyway
     """
 
-    segments: list[tuple[int, Samples]] = field(default_factory=list)
+    tally: objective.Tally
+    gradients: objective.GradientSums
+    segments: list[Contribution] = field(default_factory=list)
+    newest: Segment | None = None
     problem: str | None = None
     enough: bool = False
-    tally: objective.Tally = field(default_factory=objective.Tally)
     before: _Snapshot | None = None
-    gradients: objective.GradientSums = field(default_factory=objective.GradientSums)
     losses: list[tuple[int, Tensor]] = field(default_factory=list)
 
 
@@ -95,12 +108,16 @@ class _NotFinite(Exception):
 
 
 class Learner:
-    """Owns the policy and its optimiser. Call `add` per segment as they come, then `finish`.
+    """Owns the policy and its optimiser. Call `add` per segment as they come, then `finish`. Each of several ranks has
+    one: all call the same methods, `add` as often.
 
     version         of the current weights: to be set before the first `add` of an update
     reference       what `algorithm.reference_kl_coefficient` needs: the policy that the run began with
     demonstrations  what `algorithm.imitation_coefficient` needs
+    at_once         so many segments make one `add`: see workers/ranks.py
     """
+
+    at_once = 1
 
     def __init__(
         self,
@@ -111,6 +128,7 @@ class Learner:
         device: torch.device | str = "cpu",
         reference: Policy | None = None,
         demonstrations: Demonstrated | None = None,
+        ranks: Alone = ALONE,
     ) -> None:
         self.policy = policy
         self.algorithm = algorithm
@@ -120,8 +138,9 @@ class Learner:
         self.reference, self.demonstrations = reference, demonstrations
         self.updates_done = 0
         self.version = 0
-        self._begun = _Begun()
-        self._beside = Beside(self.device)
+        self._ranks = ranks
+        self._begun = self._nothing_begun()
+        self._beside = Beside(self.device if ranks.beside else torch.device("cpu"))
         self._streaming = trainer.update == "streaming"
         self._share = trainer.segments_per_update // trainer.optimiser_steps
         self._moments = RunningMoments()
@@ -129,6 +148,8 @@ class Learner:
         self._warmup_updates = trainer.warmup_updates if algorithm.has_critic else 0
         if isinstance(policy, torch.nn.Module):
             policy.to(self.device).eval()
+        self._passes = ranks.prepare(policy)
+        self._reference_passes = None if reference is None else ranks.prepare(reference)
         groups = policy.parameter_groups()
         self._policy_parameters, self._value_parameters = list(groups["policy"]), list(groups["value"])
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in policy.named_parameters()}
@@ -156,13 +177,17 @@ class Learner:
         begun = self._begun
         with self._as_it_started(), self._beside.passes():
             most_rows = self.trainer.minibatch_samples
-            samples = make_samples(self.policy, segment, self.algorithm, most_rows, self.reference)
-        begun.segments.append((segment.ticket, samples.without_inputs() if self._streaming else samples))
-        begun.problem = begun.problem or why_not_trainable(samples, segment.ticket)
+            looks = self._passes, segment, self.algorithm, most_rows, self._reference_passes
+            samples = make_samples(*looks, self._ranks)
+        kept = samples.without_inputs() if self._streaming else samples
+        begun.segments.append(Contribution(segment.ticket, kept))
+        begun.newest = segment
+        begun.problem = self._ranks.first(begun.problem or why_not_trainable(samples, segment.ticket))
         if begun.problem is None and self._streaming and not begun.enough:
             try:
                 self._accumulate(samples, segment.ticket)
-                if len(begun.segments) % self._share == 0 and len(begun.segments) < self.trainer.segments_per_update:
+                there = len(begun.segments) * self._ranks.count
+                if there % self._share == 0 and there < self.trainer.segments_per_update:
                     begun.before = begun.before or self._snapshot()
                     self._step_with_sums()
             except _NotFinite as exc:
@@ -176,7 +201,8 @@ class Learner:
         weights and optimiser as they were.
         """
         number, begun = self.updates_done, self._begun
-        ordered = [samples for _, samples in sorted(begun.segments, key=lambda each: each[0])]
+        found = of_all_ranks(begun.segments, self._ranks)
+        ordered = [each.samples for each in found]
         count = sum(len(samples) for samples in ordered)
         problem = begun.problem or (None if count else _NOTHING[self.algorithm.name])
         harmless = begun.problem is None and not count and not self.algorithm.has_critic
@@ -189,14 +215,14 @@ class Learner:
                         self._moments = self._moments.after(torch.cat([samples.advantages for samples in ordered]))
                 else:
                     begun.before = self._snapshot()
-                    self._optimise(Samples.concatenate(ordered))
+                    self._optimise(found)
                 metrics = begun.tally.metrics() | objective.describe(ordered, self.algorithm, version)
             except _NotFinite as exc:
                 problem = str(exc)
         if problem is not None:
             self._restore()
         self._optimiser.zero_grad()
-        self._begun = _Begun()
+        self._begun = self._nothing_begun()
         self.updates_done += 1
         return UpdateResult(number, count, problem, metrics, harmless)
 
@@ -209,12 +235,17 @@ class Learner:
     def discard(self) -> None:
         """Forget the segments added, and what they did to the weights: the next update begins anew."""
         self._restore()
-        self._begun = _Begun()
+        self._begun = self._nothing_begun()
+
+    def weights(self) -> dict[str, Tensor]:
+        """What is published, on the host; on rank 0 alone. Not copied where that is where the weights are."""
+        return {name: self._ranks.whole(tensor) for name, tensor in self.policy.state_dict().items()}
 
     def state(self) -> LearnerState:
-        """The state to checkpoint, copied to the host. Call it between two updates: after `finish` or `discard`."""
+        """The state to checkpoint, copied to the host; on rank 0 alone. Call it between two updates: after `finish` or
+        `discard`."""
         optimiser = {
-            f"{self._names[parameter]}/{entry}": value.detach().cpu().clone()
+            f"{self._names[parameter]}/{entry}": self._ranks.whole(value).clone()
             for parameter, entries in self._optimiser.state.items()
             for entry, value in entries.items()
         }
@@ -222,12 +253,41 @@ class Learner:
             optimiser[RUNNING_MOMENTS] = torch.tensor(astuple(self._moments), dtype=torch.float64)
         return LearnerState(
             self.updates_done,
-            {name: tensor.detach().cpu().clone() for name, tensor in self.policy.state_dict().items()},
+            {name: tensor.clone() for name, tensor in self.weights().items()},
             optimiser,
         )
 
-    def load_state(self, state: LearnerState) -> None:
-        """Go on from a checkpoint. Raises InputError, before anything is changed, if it belongs to another policy."""
+    def load_state(self, state: LearnerState | None) -> None:
+        """Go on from a checkpoint, or with None, on other ranks, from that of rank 0. Raises InputError, before anything
+        is changed, if it belongs to another policy."""
+        if state is not None:
+            self._check_fit(state)
+        parameters = {name: parameter for parameter, name in self._names.items()}
+
+        def beside(key: str) -> Tensor | None:
+            name, _, entry = key.rpartition("/")
+            # Adam keeps its step count on the host, its moments beside the parameter.
+            return None if key == RUNNING_MOMENTS or entry == "step" else parameters[name]
+
+        share = self._ranks.share
+        done = share(None if state is None else {"": torch.tensor(state.updates_done)}, lambda _: None)
+        policy = share(None if state is None else state.policy, self.policy.state_dict().get)
+        optimiser = share(None if state is None else state.optimiser, beside)
+        running = optimiser.pop(RUNNING_MOMENTS, None)
+        moments: dict[Tensor, dict[str, Tensor]] = {}
+        for key, value in optimiser.items():
+            name, _, entry = key.rpartition("/")
+            moments.setdefault(parameters[name], {})[entry] = value.clone()
+        self.policy.load_state_dict(policy)
+        self._beside.weights_moved()
+        self._optimiser.state.clear()
+        self._optimiser.state.update(moments)
+        self._moments = RunningMoments() if running is None else RunningMoments(*running.tolist())
+        self._begun = self._nothing_begun()
+        self.updates_done = int(done[""])
+
+    def _check_fit(self, state: LearnerState) -> None:
+        """Raises InputError for the checkpoint of another policy."""
         current = self.policy.state_dict()
         for name in sorted(current.keys() | state.policy.keys()):
             got = tuple(state.policy[name].shape) if name in state.policy else "nothing"
@@ -237,40 +297,31 @@ class Learner:
                     f"checkpoint: {name} holds {got}, expected {expected}; "
                     "use the policy options that the checkpoint was made with"
                 )
-        parameters = {name: parameter for parameter, name in self._names.items()}
-        moments: dict[Tensor, dict[str, Tensor]] = {}
-        running = RunningMoments()
-        for key, value in state.optimiser.items():
-            if key == RUNNING_MOMENTS:
-                running = RunningMoments(*value.tolist())
-                continue
-            name, _, entry = key.rpartition("/")
-            if name not in parameters:
+        names = set(self._names.values())
+        for key in state.optimiser:
+            name, _, _ = key.rpartition("/")
+            if key != RUNNING_MOMENTS and name not in names:
                 raise InputError(
                     f"checkpoint: optimiser state of {name}, expected only trained parameters; "
                     "use the policy options that the checkpoint was made with"
                 )
-            # Adam keeps its step count on the host, its moments beside the parameter.
-            device = torch.device("cpu") if entry == "step" else self.device
-            moments.setdefault(parameters[name], {})[entry] = value.clone().to(device)
-        self.policy.load_state_dict(state.policy)
-        self._beside.weights_moved()
-        self._optimiser.state.clear()
-        self._optimiser.state.update(moments)
-        self._moments, self._begun = running, _Begun()
-        self.updates_done = state.updates_done
 
-    def _optimise(self, samples: Samples) -> None:
+    def _optimise(self, found: Sequence[Contribution]) -> None:
         """Epochs × minibatches, one optimiser step each. Raises _NotFinite."""
-        advantages = normalise(samples.advantages) if self._normalises else samples.advantages
+        raw = torch.cat([each.samples.advantages for each in found])
+        advantages = normalise(raw) if self._normalises else raw
+        # A minibatch is drawn from the samples of all ranks, and each rank passes those of its own.
+        own = np.concatenate([np.full(len(each.samples), each.own) for each in found])
+        samples, advantages = Samples.concatenate([each.samples for each in found if each.own]), advantages[own]
+        places = np.cumsum(own) - 1
         tally = self._begun.tally
         for epoch in range(self.trainer.epochs):
             generator = np.random.default_rng(seeds.derive("minibatches", self.seed, self.updates_done, epoch))
-            for index in parts(generator.permutation(len(samples)), self.trainer.minibatch_samples):
+            for index in parts(generator.permutation(len(own)), self.trainer.minibatch_samples):
                 place = f"epoch {epoch + 1}, optimiser step {tally.optimiser_steps + 1}"
                 with self._draws(epoch, tally.optimiser_steps):
-                    terms, sums = self._evaluate(samples.take(index), advantages[torch.from_numpy(index)])
-                loss = objective.mean(terms)
+                    terms, sums = self._evaluate(samples, places[index[own[index]]], advantages)
+                terms, loss = objective.of_all_ranks(terms, self._ranks)
                 if not torch.isfinite(loss):
                     raise _NotFinite(f"the loss is {loss.item()} in {place}")
                 tally.add(sums)
@@ -279,16 +330,16 @@ class Learner:
                 self._optimiser.zero_grad()
                 # Only these leaves get a gradient, and Adam leaves parameters without one alone, moments included:
                 # while the critic warms up the policy's loss reaches nothing.
-                loss.backward(inputs=self._stepped)  # type: ignore[no-untyped-call]
+                self._ranks.backward(objective.mean(terms), self._stepped)
                 tally.stepped(self._step(place))
 
     def _accumulate(self, samples: Samples, ticket: int) -> None:
         """Add the gradients of a segment's loss to the sums; nothing here waits for the device."""
         begun = self._begun
         advantages = self._moments.scale(samples.advantages) if self._normalises else samples.advantages
-        for index in parts(np.arange(len(samples)), self.trainer.minibatch_samples):
-            with self._draws(ticket, int(index[0])):
-                terms, sums = self._evaluate(samples.take(index), advantages[torch.from_numpy(index)])
+        for index in parts(np.arange(len(samples)), self.trainer.minibatch_samples, self._ranks):
+            with self._draws(ticket, int(index[0]) if len(index) else -1):
+                terms, sums = self._evaluate(samples, index, advantages)
             begun.losses.append((ticket, torch.stack([term.total.detach() for term in terms.values()]).sum()))
             begun.gradients.add(terms, self._stepped)
             begun.tally.add(sums)
@@ -299,29 +350,43 @@ class Learner:
         if not begun.gradients:
             return  # a share without a valid chunk step
         values = torch.stack([loss for _, loss in begun.losses]).tolist()
-        for (ticket, _), value in zip(begun.losses, values, strict=True):
-            if not np.isfinite(value):
-                raise _NotFinite(f"the loss is {value} in segment {ticket}")
+        losses = zip(begun.losses, values, strict=True)
+        bad = (f"the loss is {value} in segment {ticket}" for (ticket, _), value in losses if not np.isfinite(value))
+        problem = self._ranks.first(next(bad, None))
+        if problem is not None:
+            raise _NotFinite(problem)
         begun.losses = []
         if self._moved_enough():
             begun.enough = True
-            begun.gradients = objective.GradientSums()
+            begun.gradients = objective.GradientSums(self._ranks)
             return
         self._optimiser.zero_grad()
         for parameter, gradient in begun.gradients.means().items():
             parameter.grad = gradient
-        begun.gradients = objective.GradientSums()
+        begun.gradients = objective.GradientSums(self._ranks)
         begun.tally.stepped(self._step(f"optimiser step {begun.tally.optimiser_steps + 1}"))
 
-    def _evaluate(self, samples: Samples, advantages_N: Tensor) -> tuple[objective.Terms, dict[str, Tensor]]:
+    def _evaluate(
+        self, samples: Samples, index: np.ndarray, advantages_N: Tensor
+    ) -> tuple[objective.Terms, dict[str, Tensor]]:
+        """What these of the samples give; of none, where only other ranks have some, nothing, by the same passes."""
         algorithm = self.algorithm.at(self.updates_done)
-        return objective.evaluate(self.policy, algorithm, samples, advantages_N, self.device, self.version)
+        part, advantages = samples.take(index), advantages_N[torch.from_numpy(index)]
+        if not len(index):
+            assert self._begun.newest is not None
+            part, advantages = spare(self._begun.newest), torch.zeros(1)
+        found = objective.evaluate(self._passes, algorithm, part, advantages, self.device, self.version)
+        return found if len(index) else objective.nothing(*found)
+
+    def _nothing_begun(self) -> _Begun:
+        return _Begun(objective.Tally(self._ranks), objective.GradientSums(self._ranks))
 
     @contextlib.contextmanager
     def _draws(self, *place: int) -> Iterator[None]:
         """In here what a policy draws from torch depends on the place in the run alone, so that replay draws it too."""
+        rank = (self._ranks.rank,) if self._ranks.rank else ()
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
-            torch.manual_seed(seeds.derive("losses", self.seed, self.updates_done, *place))
+            torch.manual_seed(seeds.derive("losses", self.seed, self.updates_done, *place, *rank))
             yield
 
     def _moved_enough(self) -> bool:
@@ -335,14 +400,15 @@ class Learner:
         return value if self.warming_up else self._policy_parameters + value
 
     def _step(self, place: str) -> float:
-        """One optimiser step with the gradients as they are, and those of the demonstrations; returns their norm.
+        """One optimiser step with the gradients of all ranks, and those of the demonstrations; returns their norm.
         Raises _NotFinite."""
         decay = self.trainer.learning_rate_decay
         for group, rate in zip(self._optimiser.param_groups, self._rates, strict=True):
             group["lr"] = rate if decay is None else rate * decay.factor(self.updates_done)
         if self.algorithm.imitation_coefficient > 0 and not self.warming_up:
             self._imitate()
-        norm = float(torch.nn.utils.clip_grad_norm_(self._stepped, self.trainer.max_grad_norm))
+        self._ranks.reduce(self._stepped)
+        norm = self._ranks.clip(self._stepped, self.trainer.max_grad_norm)
         if not np.isfinite(norm):
             raise _NotFinite(f"the gradient's norm is {norm} in {place}")
         self._optimiser.step()
@@ -355,12 +421,17 @@ class Learner:
         assert known is not None
         tally, size = self._begun.tally, min(self.trainer.minibatch_samples, len(known))
         seed = seeds.derive("imitation", self.seed, self.updates_done, tally.optimiser_steps)
-        rows = np.random.default_rng(seed).choice(len(known), size, replace=False)
+        drawn = np.random.default_rng(seed).choice(len(known), size, replace=False)
+        own = drawn[self._ranks.rank :: self._ranks.count]
         with self._draws(-1, tally.optimiser_steps):
-            loss = self.policy.imitation_loss(*known.take(rows))
-        tally.imitated(loss)
-        scaled = self.algorithm.imitation_coefficient * loss
-        gradients = torch.autograd.grad(scaled, self._policy_parameters, allow_unused=True)
+            observations, actions, valid = known.take(own if len(own) else drawn[:1])
+            loss = self._passes.imitation_loss(observations, actions, valid)
+        # A mean over the valid elements of this rank's rows, of which the mean over all ranks' is to be made.
+        count = float(valid.sum()) if len(own) else 0.0
+        share = count / max(1.0, float(self._ranks.total(torch.tensor(count))))
+        tally.imitated(self._ranks.total(share * loss))
+        scaled = self.algorithm.imitation_coefficient * share * loss
+        gradients = self._ranks.gradients(scaled, self._policy_parameters, again=False)
         for parameter, gradient in zip(self._policy_parameters, gradients, strict=True):
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
@@ -376,7 +447,7 @@ class Learner:
 
     def _swap(self) -> None:
         for parameter, weight in self._begun.before[0] if self._begun.before is not None else []:
-            parameter.data, weight.data = weight.data, parameter.data
+            self._ranks.exchange(parameter, weight)
 
     def _snapshot(self) -> _Snapshot:
         trained = self._policy_parameters + self._value_parameters

@@ -9,7 +9,7 @@ This file imports torch for its annotations only, so that reading a config never
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
@@ -90,6 +90,14 @@ class NormalisedPolicy(Protocol):
 
     def set_state_statistics(self, mean: np.ndarray, std: np.ndarray) -> None:
         """Mean f32[S] and standard deviation f32[S] of the demonstrations' state."""
+
+
+@runtime_checkable
+class ShardedInParts(Protocol):
+    """Optional: a policy too large for one device, of which only some layers need be whole at a time."""
+
+    def layers_to_shard(self) -> Sequence[torch.nn.Module]:
+        """Modules that are called as such in every pass, whose output is all that leaves them (a cache does not)."""
 
 
 @runtime_checkable
