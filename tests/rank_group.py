@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,18 +14,19 @@ from torch import Tensor
 from toy import Failing, K, T, Toy, make_demonstrations, make_episodes, make_segment
 
 from vla_stream import config
-from vla_stream.learning import ranks as ranks_module
 from vla_stream.learning.ranks import ALONE, Alone, Replicas, Shards
 from vla_stream.learning.segments import Segment
 from vla_stream.learning.update import Learner, LearnerState
 
 B = 4
 UPDATES = 5
+FAULTY, NEVER = (1, 3), 10**9
 DEADLINE_S = 40
 
 
 class Case(NamedTuple):
-    """What is trained. fault: of `Failing`, by rank 1 alone. restored: after every update from a state of rank 0's."""
+    """What is trained. fault: of `Failing`, in the FAULTY updates, on the last rank alone. restored: from a state of
+    rank 0's, after every update."""
 
     parallel: str
     algorithm: Mapping[str, Any] = {}
@@ -61,18 +62,13 @@ SHARED = {"streaming in shares": SHARES, "restored in shares": SHARES._replace(r
 def cases(count: int) -> dict[str, Case]:
     """For so many ranks, each by both ways."""
     found = BOTH | (SHARED if B // 2 % count == 0 else {})
-    return {
-        f"{way}: {name}": case._replace(parallel=way) for way in ("ddp", "fsdp") for name, case in found.items()
-    }
+    return {f"{way}: {name}": case._replace(parallel=way) for way in ("ddp", "fsdp") for name, case in found.items()}
 
 
 def train(case: Case, ranks: Alone = ALONE) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
     """Weights after UPDATES updates, and what each update told, of all segments or of this rank's."""
     torch.manual_seed(0)
-    policy = Toy()
-    if case.fault:
-        # Alone, what one of the ranks sees spoils the update as well.
-        policy = Failing(3, case.fault if ranks.rank == ranks.count - 1 else "none")
+    policy = Failing(NEVER, case.fault) if case.fault else Toy()
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter += 0.1 * ranks.rank  # rank 0's are everybody's
@@ -99,6 +95,8 @@ def train(case: Case, ranks: Alone = ALONE) -> tuple[dict[str, Tensor], list[dic
     told = []
     for update in range(UPDATES):
         learner.version = update
+        if isinstance(policy, Failing) and ranks.rank == ranks.count - 1:
+            policy.good_passes = 0 if update in FAULTY else NEVER
         for segment in segments(algorithm, update)[ranks.rank :: ranks.count]:
             learner.add(segment)
         result = learner.finish(update)
@@ -135,7 +133,7 @@ def segments(algorithm: config.Algorithm, update: int) -> list[Segment]:
     ]
 
 
-def be_a_rank(rank: int, count: int, folder: str, names: Sequence[str], then: Callable[..., None] | None = None) -> None:
+def be_a_rank(rank: int, count: int, folder: str, names: Sequence[str]) -> None:
     """Train the cases as one of `count` ranks; rank 0 leaves their outcomes in `folder`."""
     from torch import distributed
 

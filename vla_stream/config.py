@@ -182,8 +182,19 @@ class Trainer(Section):
     weights_base_every: int = Field(
         default=20, ge=1, le=32, description="Of so many versions one is published full, the others as changes; 1: all."
     )
-    device: str = Field(default="auto", description="Torch device, or auto: cuda if there is one, else cpu.")
+    device: str = Field(
+        default="auto",
+        description="Torch device, or auto: cuda if there is one, else cpu. With several ranks cuda is one for each.",
+    )
     threads: Count = Field(default=1, ge=1, description="CPU threads of torch in the trainer.")
+    ranks: Count = Field(default=1, ge=1, description="Processes that train together, each an equal part of B.")
+    parallel: Literal["ddp", "fsdp"] = Field(
+        default="ddp",
+        description="Of several ranks. ddp: each has all weights; fsdp: a part, for policies too large for one device.",
+    )
+    rank_deadline_s: Seconds = Field(
+        default=120.0, gt=0, description="A rank that others wait for longer counts as hung: all start again."
+    )
 
     @property
     def critic_learning_rate(self) -> float:
@@ -321,6 +332,11 @@ class Config(Section):
         return {role: python for role, python in named.items() if python is not None}
 
     @property
+    def imitates(self) -> bool:
+        """Whether demonstrations are imitated beside the algorithm's own loss."""
+        return self.algorithm.imitation_coefficient > 0
+
+    @property
     def slots_in_all(self) -> int:
         return self.simulators.count * self.simulators.env_batches * self.simulators.slots
 
@@ -446,6 +462,7 @@ def cross_check(config: Config) -> list[str]:
             f"trainer.optimiser_steps is {trainer.optimiser_steps} but trainer.segments_per_update is "
             f"{trainer.segments_per_update}; make segments_per_update a multiple of {trainer.optimiser_steps}"
         )
+    problems += rank_problems(config, trainer.ranks)
     problems += _algorithm_problems(config)
     problems += _task_problems(config)
     problems += _allocation_problems(config)
@@ -481,6 +498,36 @@ def _allocation_problems(config: Config) -> list[str]:
         problems.append(
             f"simulators.count and generators.count are {both} but allocation.together is {limits.together}; lower "
             "one of them, or raise together"
+        )
+    return problems
+
+
+def rank_problems(config: Config, ranks: int) -> list[str]:
+    """Why a trainer of so many ranks cannot work."""
+    trainer, problems = config.trainer, list[str]()
+    if ranks == 1:
+        return problems
+    share = trainer.segments_per_update // trainer.optimiser_steps
+    if trainer.segments_per_update % ranks:
+        problems.append(
+            f"trainer.ranks is {ranks} but trainer.segments_per_update is {trainer.segments_per_update}; make "
+            f"segments_per_update a multiple of {ranks}, since each rank trains as many"
+        )
+    elif share % ranks:
+        problems.append(
+            f"trainer.ranks is {ranks} but each of trainer.optimiser_steps {trainer.optimiser_steps} takes {share} of "
+            f"the segments; lower optimiser_steps, or make segments_per_update a multiple of "
+            f"{ranks * trainer.optimiser_steps}"
+        )
+    if trainer.record_every:
+        problems.append(
+            f"trainer.ranks is {ranks} but trainer.record_every is {trainer.record_every}: what `replay` makes once "
+            "more, in one process, would be rounded otherwise; set either to 1 or 0"
+        )
+    if trainer.device.partition(":")[2]:
+        problems.append(
+            f"trainer.ranks is {ranks} but trainer.device is {trainer.device}, which is one device; set it to "
+            f"{trainer.device.partition(':')[0]}, or attach them with --device"
         )
     return problems
 

@@ -7,9 +7,10 @@ import time
 import torch
 
 from vla_stream import plugins
-from vla_stream.config import Config
+from vla_stream.config import DEMONSTRATIONS, Config
 from vla_stream.environments.protocol import Specification
 from vla_stream.errors import InputError
+from vla_stream.learning import cloning, recordings
 from vla_stream.policies.protocol import Policy
 from workers.worker import Worker
 
@@ -43,6 +44,17 @@ def make_policy(config: Config, specification: Specification, device: torch.devi
     if isinstance(policy, torch.nn.Module):
         policy.to(device).eval()
     return policy
+
+
+def load_demonstrations(
+    config: Config, specification: Specification
+) -> tuple[cloning.Demonstrated, cloning.Scenes | None]:
+    """What the section `pretrain` says. Raises InputError."""
+    assert config.pretrain is not None
+    if config.pretrain.data is not None:
+        return recordings.open_recordings(config, specification), None
+    path = config.pretrain.demos or config.run_dir / DEMONSTRATIONS
+    return cloning.load_demonstrations(path, config.environment.name, config.policy.chunk, specification)
 
 
 def torch_device(name: str) -> torch.device:

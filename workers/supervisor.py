@@ -68,6 +68,7 @@ class Child:
     token: str
     device: str
     log: Path
+    ranks: int = 1
     process: subprocess.Popen[bytes] | None = None
     log_start: int = 0
     state: str = "starting"
@@ -146,19 +147,22 @@ class Supervisor:
     # ---- what the command line calls
 
     def launch(self, role: str, count: int, devices: Sequence[str] = ()) -> list[str]:
-        """Start `count` workers under free names, spread over `devices`; returns their ids.
+        """Start `count` workers under free names, spread over `devices`; returns their ids. Trainers are the ranks of
+        one, which starts the others itself: see ranks.py.
 
         Raises InputError (the run has its trainer), or what UNREACHABLE lists.
         """
-        ids = []
-        for index in range(count):
-            device = devices[index % len(devices)] if devices else ""
-            worker_id, token = self._claim_free(role)
-            child = Child(role, worker_id, token, device, self.runs_dir / self.run / "logs" / f"{worker_id}.log")
-            self.children[worker_id] = child
-            self._spawn(child)
-            ids.append(worker_id)
-        return ids
+        if role == "trainer":
+            return [self._launch(role, ",".join(devices), ranks=count)] if count else []
+        return [self._launch(role, devices[i % len(devices)] if devices else "") for i in range(count)]
+
+    def _launch(self, role: str, device: str, ranks: int = 1) -> str:
+        worker_id, token = self._claim_free(role)
+        log = self.runs_dir / self.run / "logs" / f"{worker_id}.log"
+        child = Child(role, worker_id, token, device, log, ranks)
+        self.children[worker_id] = child
+        self._spawn(child)
+        return worker_id
 
     def scale(self, role: str, count: int) -> None:
         """Have so many workers of a role: start the missing ones, ask the newest to finish what they have begun and
@@ -296,6 +300,7 @@ class Supervisor:
             "VLA_STREAM_DEVICE": child.device,
             "VLA_STREAM_RUNS": str(self.runs_dir),
             "VLA_STREAM_PARENT": str(os.getpid()),
+            "VLA_STREAM_RANKS": str(child.ranks),
         }
         with child.log.open("ab") as log:
             child.log_start = log.tell()

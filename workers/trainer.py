@@ -19,21 +19,22 @@ from torch import Tensor
 
 from vla_stream import tasks
 from vla_stream.broker.connection import UNREACHABLE
-from vla_stream.config import CHECKPOINTS, DEMONSTRATIONS, Config
+from vla_stream.config import CHECKPOINTS, Config
 from vla_stream.environments.protocol import Specification
 from vla_stream.errors import BadMessage, Hopeless, InputError, NoSuchRun, RunFailed
 from vla_stream.evaluation import wilson_interval
 from vla_stream.learning import checkpoint, cloning, recordings
+from vla_stream.learning.ranks import Alone
 from vla_stream.learning.segments import Segment
 from vla_stream.learning.update import Learner, LearnerState, UpdateResult
 from vla_stream.policies.protocol import ManyDevices, Policy
 from vla_stream.streams import presence
 from vla_stream.streams.specification import specification_to_json
 from vla_stream.streams.trajectories import Trajectory
-from workers import history, records
+from workers import history, ranks, records
 from workers.intake import Held, Intake
 from workers.lane_choice import admit
-from workers.models import await_specification, make_policy, torch_device
+from workers.models import await_specification, load_demonstrations, make_policy
 from workers.outcomes import TaskOutcomes
 from workers.weights import Upload, WeightsWriter, to_bytes
 from workers.worker import BLOCK_S, Worker, run_process
@@ -45,9 +46,11 @@ FIRST = f"{0:06d}"  # the checkpoint of the first weights, which is kept: the KL
 
 
 class Trainer:
-    """One trainer rank."""
+    """The trainer; of several ranks, rank 0."""
 
-    def __init__(self, worker: Worker, config: Config, specification: Specification, learner: Learner) -> None:
+    def __init__(
+        self, worker: Worker, config: Config, specification: Specification, learner: Learner | ranks.Leader
+    ) -> None:
         self.worker, self.config, self.specification, self.learner = worker, config, specification, learner
         self.client, self.flow, self.meter = worker.client, worker.flow, worker.meter
         self.intake = Intake(worker, config, specification)
@@ -117,9 +120,7 @@ class Trainer:
         self.version = max(self.version, state.version, history.last_version(self.config.run_dir, self.worker.say)) + 1
         self.epoch = self.intake.epoch = state.epoch + 1
         self._weights.adopt()
-        weights = self._describe_weights(
-            to_bytes(self.learner.policy.state_dict()) if data is None else data, full=True
-        )
+        weights = self._describe_weights(to_bytes(self.learner.weights()) if data is None else data, full=True)
         self._weights.upload(weights)
         fields, last_ticket = weights.manifest.to_fields(), max(self.intake.lineage, default=0)
         self.flow.resume(state.epoch, self.update, self.version, trained, skipped, fields, last_ticket)
@@ -195,7 +196,7 @@ class Trainer:
             oldest = next(iter(self._held.values()))
             if not self.intake.is_stale(oldest, self.version):
                 try:
-                    self._add(1)
+                    self._add(self.learner.at_once)
                 except Exception:
                     self._begin_anew()  # the update at hand comes first; the next step meets it again
 
@@ -284,7 +285,7 @@ class Trainer:
         self._note_skip(result, chosen)
         self._note_numerics(result)
         with self.meter.busy("publish"):
-            data = to_bytes(self.learner.policy.state_dict())
+            data = to_bytes(self.learner.weights())
         encoding_s = time.monotonic() - settled_s
         self.version += 1
         self.update += 1
@@ -491,17 +492,21 @@ class Trainer:
 
 
 def make_learner(
-    config: Config, specification: Specification, device: torch.device, tell: Callable[[str], None]
+    config: Config,
+    specification: Specification,
+    device: torch.device,
+    tell: Callable[[str], None],
+    meet: Callable[[], Alone] = Alone,
 ) -> Learner:
-    """Policy and optimiser before the first update: from `policy.init_from`, by pre-training, or random.
+    """Policy and optimiser before the first update: from `policy.init_from`, by pre-training, or random. meet: called
+    when the policy is ready, for the ranks that it is to be trained by.
 
     A checkpoint of the run itself is not looked at here. Raises InputError."""
     policy = make_policy(config, specification, device)
     needs_start = checkpoint.newest_place(config.run_dir / CHECKPOINTS) is None
     demonstrations = scenes = None
-    imitates = config.algorithm.imitation_coefficient > 0
-    if config.pretrain is not None and (needs_start or imitates):
-        demonstrations, scenes = _demonstrations(config, specification)
+    if config.pretrain is not None and (needs_start or config.imitates):
+        demonstrations, scenes = load_demonstrations(config, specification)
     if needs_start and config.policy.init_from is not None:
         load_policy(policy, config.policy.init_from)
     elif needs_start and config.pretrain is not None and demonstrations is not None:
@@ -516,17 +521,8 @@ def make_learner(
             reference.load_state_dict(policy.state_dict())
         else:
             load_policy(reference, config.run_dir / CHECKPOINTS / FIRST)
-    kept = demonstrations if imitates else None
-    return Learner(policy, config.algorithm, config.trainer, config.seed, device, reference, kept)
-
-
-def _demonstrations(config: Config, specification: Specification) -> tuple[cloning.Demonstrated, cloning.Scenes | None]:
-    """What the section `pretrain` says. Raises InputError."""
-    assert config.pretrain is not None
-    if config.pretrain.data is not None:
-        return recordings.open_recordings(config, specification), None
-    path = config.pretrain.demos or config.run_dir / DEMONSTRATIONS
-    return cloning.load_demonstrations(path, config.environment.name, config.policy.chunk, specification)
+    kept = demonstrations if config.imitates else None
+    return Learner(policy, config.algorithm, config.trainer, config.seed, device, reference, kept, ranks=meet())
 
 
 def load_policy(policy: Policy, folder: Path) -> None:
@@ -547,20 +543,19 @@ def serve(worker: Worker, config: Config) -> None:
     specification = await_specification(worker)
     if specification is None:
         return
-    device = torch_device(worker.device or config.trainer.device)
-    worker.device = str(device)
     begins = not checkpoint.places(config.run_dir / CHECKPOINTS)
-    with worker.long_step("warm start" if begins and config.pretrain is not None else "loading"):
-        learner = make_learner(config, specification, device, lambda text: worker.say("warm start", text))
-    trainer = Trainer(worker, config, specification, learner)
-    worker.patiently(trainer.start)
-    worker.state = "running"
-    while not trainer.done and not worker.draining:
-        worker.patiently(worker.beat)
-        if worker.generation not in ("", trainer.generation):
-            worker.patiently(trainer.start_anew)
-        worker.patiently(lambda: trainer.step(int(BLOCK_S * 1000 / 4)), trainer.recover)
-    trainer.close()
+    with contextlib.ExitStack() as stack:
+        with worker.long_step("warm start" if begins and config.pretrain is not None else "loading"):
+            learner = stack.enter_context(ranks.learner(worker, config, specification, make_learner))
+        trainer = Trainer(worker, config, specification, learner)
+        worker.patiently(trainer.start)
+        worker.state = "running"
+        while not trainer.done and not worker.draining:
+            worker.patiently(worker.beat)
+            if worker.generation not in ("", trainer.generation):
+                worker.patiently(trainer.start_anew)
+            worker.patiently(lambda: trainer.step(int(BLOCK_S * 1000 / 4)), trainer.recover)
+        trainer.close()
 
 
 def main() -> None:

@@ -73,6 +73,7 @@ class Worker:
         self.state = "starting"
         self.device = ""
         self.progress = 0
+        self.fellows: dict[str, dict[str, str | int]] = {}  # processes that this one shows too: what differs, by id
         self._signals = 0
         self._next_beat_s = self._next_memory_word_s = self._full_until_s = 0.0
         self._ttl_s = TTL_S
@@ -186,7 +187,8 @@ class Worker:
     def release(self) -> None:
         """Give the name back."""
         with contextlib.suppress(*UNREACHABLE):
-            presence.release(self.flow.scripts, self.keys, self.id, self.token)
+            for name in (self.id, *self.fellows):
+                presence.release(self.flow.scripts, self.keys, name, self.token)
 
     def on_signal(self, *_: object) -> None:
         """SIGTERM or SIGINT: the first drains, the second stops."""
@@ -249,6 +251,8 @@ class Worker:
             "started_ms": self._started_ms,
             "shm": {True: "yes", False: "no", None: ""}[self.sees_shm],
         }
+        for name, others in self.fellows.items():
+            presence.claim(self.flow.scripts, self.keys, name, self.token, self._ttl_s, fields | others)
         return presence.claim(self.flow.scripts, self.keys, self.id, self.token, self._ttl_s, fields)
 
     def _shown_state(self) -> str:

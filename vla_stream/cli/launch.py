@@ -131,7 +131,12 @@ class Launch:
             shm=self.flow.shm_folder(),
             command=partial(worker_command, interpreters=self.config.interpreters),
         )
-        counts = {"trainer": 1, "generator": self.config.generators.count, "simulator": self.config.simulators.count}
+        config = self.config
+        counts = {
+            "trainer": config.trainer.ranks,
+            "generator": config.generators.count,
+            "simulator": config.simulators.count,
+        }
         for role in roles:
             self.supervisor.launch(role, counts[role])
 

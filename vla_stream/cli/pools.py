@@ -35,7 +35,7 @@ def pool_options(command: Command) -> Command:
     allow_help = "A module that the run's config may name as module:Class; may be given several times."
     decorated = click.option("--allow", "allowed", metavar="MODULE", multiple=True, help=allow_help)(decorated)
     number = click.option(
-        "-n", "count", type=click.IntRange(min=1), default=1, show_default=True, help="How many processes."
+        "-n", "count", type=click.IntRange(min=1), help="How many processes. Default: 1; trainers: the config's ranks."
     )
     return cast(Command, target_options(number(decorated)))
 
@@ -50,7 +50,7 @@ def pool_options(command: Command) -> Command:
     help="A config whose section `environment` these simulate, instead of the run's: another simulator, whose cameras, "
     "state and actions are alike.",
 )
-def simulators(target: Target, count: int, devices: str, allowed: tuple[str, ...], other: Path | None) -> None:
+def simulators(target: Target, count: int | None, devices: str, allowed: tuple[str, ...], other: Path | None) -> None:
     """Attach simulators; their environments' shapes must be those of the run. Ctrl-C drains these only.
 
     Different simulators share a run's segments as they come: a faster one has more of them."""
@@ -59,17 +59,18 @@ def simulators(target: Target, count: int, devices: str, allowed: tuple[str, ...
 
 @click.command()
 @pool_options
-def generators(target: Target, count: int, devices: str, allowed: tuple[str, ...]) -> None:
+def generators(target: Target, count: int | None, devices: str, allowed: tuple[str, ...]) -> None:
     """Attach generators. Ctrl-C drains these only."""
     _attach("generator", target, count, devices, allowed)
 
 
 @click.command()
 @pool_options
-def trainers(target: Target, count: int, devices: str, allowed: tuple[str, ...]) -> None:
-    """Attach the trainer to a run that has none; it goes on from the newest checkpoint in the run's folder here."""
-    if count != 1:
-        raise InputError(f"trainers: -n is {count}, expected 1; this release trains in one process")
+def trainers(target: Target, count: int | None, devices: str, allowed: tuple[str, ...]) -> None:
+    """Attach the trainer to a run that has none; it goes on from the newest checkpoint in the run's folder here.
+
+    Several processes are the ranks of one trainer, which share the segments of each update.
+    """
     _attach("trainer", target, count, devices, allowed)
 
 
@@ -87,8 +88,9 @@ def split_devices(text: str) -> list[str]:
 
 
 def _attach(
-    role: str, target: Target, count: int, devices: str, allowed: tuple[str, ...], other: Path | None = None
+    role: str, target: Target, count: int | None, devices: str, allowed: tuple[str, ...], other: Path | None = None
 ) -> None:
+    from vla_stream import config as settings
     from vla_stream import plugins
     from vla_stream.cli.signals import Signals
     from vla_stream.flow import Flow
@@ -109,6 +111,9 @@ def _attach(
         environment = {plugins.ALLOWED_VARIABLE: ",".join(allowed)}
         if other is not None:
             environment |= _other_environment(config, other, flow.specification(), allowed)
+    number = count or (config.trainer.ranks if role == "trainer" else 1)
+    if role == "trainer" and (problems := settings.rank_problems(config, number)):
+        raise InputError("\n".join(f"trainers -n {number}: {problem}" for problem in problems))
     with Signals() as signals, explained(target.url):
         supervisor = Supervisor(
             target.url,
@@ -119,7 +124,7 @@ def _attach(
             environment=environment,
         )
         try:
-            ids = supervisor.launch(role, count, spread)
+            ids = supervisor.launch(role, number, spread)
             click.echo(
                 f"attached {', '.join(ids)} to run {target.run}; logs in {target.runs_dir / target.run / 'logs'}/"
             )

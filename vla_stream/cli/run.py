@@ -58,6 +58,11 @@ def run(
                 f"--inline: {key} is {str(python)!r}, but one process has one interpreter; "
                 f"leave out --inline, or install policy and simulator together and add --set {key}=null"
             )
+    if inline and config.trainer.ranks > 1:
+        raise InputError(
+            f"--inline: trainer.ranks is {config.trainer.ranks}, but one process is one rank; leave out --inline, or "
+            "add --set trainer.ranks=1"
+        )
     if inline and (left_out := tasks.left_out(config, 1)):
         raise InputError(
             f"--inline: its one simulator has no environment batch for {', '.join(left_out)}; raise "

@@ -34,9 +34,9 @@ def of_all_ranks(terms: Terms, ranks: Alone) -> tuple[Terms, Tensor]:
     local = [torch.stack([term.total.detach().double(), term.elements.double()]) for term in terms.values()]
     totals, counts = ranks.total(torch.stack(local)).unbind(1)
     divided = zip(terms.items(), counts, strict=True)
-    return {
-        divisor: Sum(term.total, count.to(term.elements.dtype)) for (divisor, term), count in divided
-    }, (totals / counts).sum()
+    return {divisor: Sum(term.total, count.to(term.elements.dtype)) for (divisor, term), count in divided}, (
+        totals / counts
+    ).sum()
 
 
 def nothing(terms: Terms, sums: Mapping[str, Tensor]) -> tuple[Terms, dict[str, Tensor]]:
@@ -259,7 +259,6 @@ class Tally:
         if "ratio_max" in read:
             read["ratio_max"] = float(self._ranks.largest(self._sums["ratio_max"]))
         return read, first
-
 
 
 def describe(parts: Sequence[Samples], algorithm: config.Algorithm, version: int) -> dict[str, float]:

@@ -149,7 +149,7 @@ class Replicas(Alone):
         return [
             [
                 part.clone().view(tensor.dtype).reshape(-1, *tensor.shape[1:])
-                for part, tensor in zip(each[: sum(size)].split(size), tensors, strict=True)
+                for part, tensor in zip(torch.split(each[: sum(size)], size), tensors, strict=True)
             ]
             for each, size in zip(packets, sizes, strict=True)
         ]
@@ -165,7 +165,7 @@ class Replicas(Alone):
             there = gradients[0].new_tensor([parameter.grad is not None for parameter in bucket])
             flat = torch.cat([*(gradient.reshape(-1) for gradient in gradients), there])
             self._dist.all_reduce(flat)
-            *parts, there = flat.split([*(gradient.numel() for gradient in gradients), len(bucket)])
+            *parts, there = torch.split(flat, [*(gradient.numel() for gradient in gradients), len(bucket)])
             for parameter, gradient, part, some in zip(bucket, gradients, parts, there.tolist(), strict=True):
                 if some:
                     parameter.grad = gradient.copy_(part.view_as(gradient))
@@ -218,8 +218,8 @@ class Replicas(Alone):
 class Shards(Replicas):
     """Each rank has its part of every weight. Needs torch ≥ 2.6.
 
-    Mixed precision: what a low-precision policy names as `layers_to_shard` is gathered and computed in bfloat16, reduced
-    in float32; its heads and its log-probs stay in float32.
+    Mixed precision: what a low-precision policy names as `layers_to_shard` is gathered and computed in bfloat16, and
+    its gradients are reduced in float32; heads and log-probs stay in float32.
     """
 
     beside = False  # both would gather weights, on two streams
@@ -289,9 +289,10 @@ class Shards(Replicas):
 
     def whole(self, tensor: Tensor) -> Tensor:
         """One tensor at a time is whole on every device."""
-        if isinstance(tensor, self._tensor.DTensor):
-            tensor = tensor.detach().full_tensor()
-        return tensor.detach().cpu() if self.rank == 0 else torch.empty(0)
+        placed: Any = tensor.detach()
+        if isinstance(placed, self._tensor.DTensor):
+            placed = placed.full_tensor()
+        return placed.cpu() if self.rank == 0 else torch.empty(0)
 
     def _placed(self, tensor: Tensor, like: Tensor | None) -> Tensor:
         if not isinstance(like, self._tensor.DTensor):

@@ -7,7 +7,6 @@ chunk, A action dims.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -292,7 +291,7 @@ def of_all_ranks(own: Sequence[Contribution], ranks: Alone) -> list[Contribution
             if rank == ranks.rank:
                 found += own
                 continue
-            cut = zip(*(tensor.split(lengths.tolist()) for tensor in tensors), strict=True)
+            cut = zip(*(torch.split(tensor, lengths.tolist()) for tensor in tensors), strict=True)
             found += [
                 Contribution(ticket, Samples.without_any(each), own=False)
                 for ticket, each in zip(tickets.tolist(), cut, strict=True)

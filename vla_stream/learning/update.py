@@ -258,8 +258,8 @@ class Learner:
         )
 
     def load_state(self, state: LearnerState | None) -> None:
-        """Go on from a checkpoint, or with None, on other ranks, from that of rank 0. Raises InputError, before anything
-        is changed, if it belongs to another policy."""
+        """Go on from a checkpoint; None, on other ranks: from that of rank 0. Raises InputError, before anything is
+        changed, if it belongs to another policy."""
         if state is not None:
             self._check_fit(state)
         parameters = {name: parameter for parameter, name in self._names.items()}
