@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from toy import Failing, K, T, Toy, make_demonstrations, make_episodes, make_segment
 
 from vla_stream import config
+from vla_stream.environments.protocol import Observations, Specification
 from vla_stream.learning.ranks import ALONE, Alone, Replicas, Shards
 from vla_stream.learning.segments import Segment
 from vla_stream.learning.update import Learner, LearnerState
+from vla_stream.plugins import POLICIES, load_class, parse_options
 
 B = 4
 UPDATES = 5
 FAULTY, NEVER = (1, 3), 10**9
-DEADLINE_S = 40
+DEADLINE_S = 120
+OUTCOMES = "outcomes.json"
 
 
 class Case(NamedTuple):
@@ -134,28 +141,92 @@ def segments(algorithm: config.Algorithm, update: int) -> list[Segment]:
 
 
 def be_a_rank(rank: int, count: int, folder: str, names: Sequence[str]) -> None:
-    """Train the cases as one of `count` ranks; rank 0 leaves their outcomes in `folder`."""
-    from torch import distributed
+    """Train these cases, or all, as one of `count` ranks; rank 0 leaves their outcomes in `folder`."""
+    join(rank, count, folder)
+    device = torch.device("cpu")
+    outcomes = {}
+    for name in names or cases(count):
+        case = cases(count)[name]
+        weights, told = train(case, (Shards if case.parallel == "fsdp" else Replicas)(device))
+        outcomes[name] = {"weights": {key: tensor.tolist() for key, tensor in weights.items()}, "told": told}
+    leave(rank, folder, outcomes)
 
+
+def join(rank: int, count: int, folder: str) -> None:
     torch.set_num_threads(1)
     store = distributed.FileStore(f"{folder}/store", count)
     deadline = datetime.timedelta(seconds=DEADLINE_S)
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=deadline)
-    device = torch.device("cpu")
-    outcomes = {}
-    for name in names:
-        case = cases(count)[name]
-        weights, told = train(case, (Shards if case.parallel == "fsdp" else Replicas)(device))
-        outcomes[name] = {"weights": {key: tensor.tolist() for key, tensor in weights.items()}, "told": told}
+
+
+def leave(rank: int, folder: str, outcomes: Mapping[str, Any]) -> None:
     if rank == 0:
-        Path(folder, "outcomes.json").write_text(json.dumps(outcomes))
+        Path(folder, OUTCOMES).write_text(json.dumps(outcomes))
     distributed.barrier()
     distributed.destroy_process_group()
 
 
+def sharded_policies(rank: int, count: int, folder: str, kinds: Sequence[str]) -> None:
+    """Gradients of policies in shards, of which each rank passes the same rows; rank 0 leaves how far they are off."""
+    join(rank, count, folder)
+    outcomes = {}
+    for kind in kinds:
+        name, options = json.loads(kind)
+        whole, sharded = make_policy(name, options), make_policy(name, options)
+        rows = Observations(
+            {"front": np.random.default_rng(3).integers(0, 255, (2, 48, 48, 3), dtype=np.uint8)},
+            np.random.default_rng(4).standard_normal((2, 8)).astype(np.float32),
+            ["touch the red cube", "touch it"],
+        )
+        act = whole.act(rows, np.array([3, 4], dtype=np.uint64))
+        shards = Shards(torch.device("cpu"))
+        passes = shards.prepare(sharded)
+        with torch.no_grad():
+            passes.evaluate(rows, act.actions, act.extras)
+        found = []
+        for policy, asked, ranks in ((whole, whole, ALONE), (sharded, passes, shards)):
+            evaluation = asked.evaluate(rows, act.actions, act.extras)
+            parameters = [each for group in policy.parameter_groups().values() for each in group]
+            # Twice, as where a loss has two divisors.
+            once = ranks.gradients(evaluation.logprobs.sum(), parameters, again=True)
+            again = ranks.gradients(evaluation.values.sum(), parameters, again=False)
+            there = [None if each is None else ranks.whole(each) / ranks.count for each in (*once, *again)]
+            found.append(torch.cat([each.reshape(-1) for each in there if each is not None and each.any()]))
+        state = {name: shards.whole(tensor) for name, tensor in sharded.state_dict().items()}
+        if rank == 0:
+            assert all(torch.equal(state[name], tensor) for name, tensor in whole.state_dict().items())
+            outcomes[kind] = float((found[0] - found[1]).norm() / found[0].norm())
+    leave(rank, folder, outcomes)
+
+
+def make_policy(name: str, options: Mapping[str, Any]) -> Any:
+    cls = load_class(POLICIES, name)
+    torch.manual_seed(0)
+    specification = Specification({"front": (48, 48)}, state_dims=8, action_dims=3)
+    return cls(parse_options(cls, options, "policy.options"), specification, 4).eval()
+
+
+def run(work: str, count: int, folder: Path, names: Sequence[str], deadline_s: float) -> dict[str, Any]:
+    """Do it in `count` processes; what rank 0 left."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+    logs = [folder / f"{rank}.log" for rank in range(count)]
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for rank, log in enumerate(logs):
+            command = [sys.executable, "-m", "rank_group", work, str(rank), str(count), str(folder), *names]
+            output = stack.enter_context(log.open("wb"))
+            processes.append(subprocess.Popen(command, stdout=output, stderr=output, env=environment))
+            stack.callback(processes[-1].kill)
+        assert [process.wait(deadline_s) for process in processes] == [0] * count, [
+            log.read_text()[-2000:] for log in logs
+        ]
+    outcomes: dict[str, Any] = json.loads((folder / OUTCOMES).read_text())
+    return outcomes
+
+
 def main() -> None:
-    rank, count, folder, *names = sys.argv[1:]
-    be_a_rank(int(rank), int(count), folder, names or list(cases(int(count))))
+    work, rank, count, folder, *names = sys.argv[1:]
+    {"train": be_a_rank, "shard": sharded_policies}[work](int(rank), int(count), folder, names)
 
 
 if __name__ == "__main__":

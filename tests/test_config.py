@@ -348,6 +348,11 @@ def test_in_ticket_order_how_far_to_read_ahead_cannot_be_chosen() -> None:
     [
         ({"update": "streaming"}, ["trainer.update is streaming", "trainer.epochs is 3", "set epochs to 1"]),
         ({"optimiser_steps": 2}, ["trainer.optimiser_steps is 2", "trainer.update is buffered", "to streaming"]),
+        ({"ranks": 3}, ["trainer.ranks is 3", "trainer.segments_per_update is 8", "a multiple of 3"]),
+        ({"ranks": 4, "update": "streaming", "epochs": 1, "optimiser_steps": 4},
+         ["trainer.ranks is 4", "trainer.optimiser_steps 4 takes 2", "a multiple of 16"]),
+        ({"ranks": 2, "record_every": 5}, ["trainer.ranks is 2", "trainer.record_every is 5", "record_every to 0"]),
+        ({"ranks": 2, "device": "cuda:1"}, ["trainer.ranks is 2", "trainer.device is cuda:1", "set it to cuda,"]),
         ({"update": "streaming", "epochs": 1, "optimiser_steps": 3},
          ["trainer.optimiser_steps is 3", "trainer.segments_per_update is 8", "a multiple of 3"]),
     ],

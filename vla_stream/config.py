@@ -522,7 +522,7 @@ def rank_problems(config: Config, ranks: int) -> list[str]:
     if trainer.record_every:
         problems.append(
             f"trainer.ranks is {ranks} but trainer.record_every is {trainer.record_every}: what `replay` makes once "
-            "more, in one process, would be rounded otherwise; set either to 1 or 0"
+            "more, in one process, would be rounded otherwise; set ranks to 1 or record_every to 0"
         )
     if trainer.device.partition(":")[2]:
         problems.append(

@@ -129,3 +129,24 @@ def test_a_second_trainer_is_refused(
     client.hset(flow.keys.worker("trainer-0"), mapping={"token": "x", "role": "trainer", "host": "node7", "pid": 5})
     assert call(["trainers", *arguments]) == 2
     assert "has its trainer already, trainer-0 on node7 with pid 5" in capsys.readouterr().err
+
+
+def test_trainers_are_as_many_ranks_as_asked_for_of_one_trainer(
+    flow: Flow, arguments: list[str], fake: Callable[[str], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake(f"{UNTIL_TOLD}\nimport os; print(os.environ['VLA_STREAM_RANKS'])")
+    ready = up(tmp_path / flow.keys.run, "trainer-0")
+    with meanwhile(ready, lambda: os.kill(os.getpid(), signal.SIGINT)):
+        assert call(["trainers", *arguments, "-n", "2", "--device", "cpu,cpu"]) == 0
+    assert f"attached trainer-0 of 2 ranks to run {flow.keys.run}" in capsys.readouterr().out
+    assert (tmp_path / flow.keys.run / "logs" / "trainer-0.log").read_text() == "up\n2\n"
+    assert not (tmp_path / flow.keys.run / "logs" / "trainer-1.log").exists()
+
+
+def test_a_number_of_ranks_that_does_not_divide_the_segments_of_an_update_is_refused(
+    flow: Flow, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(["trainers", *arguments, "-n", "3"]) == 2
+    told = capsys.readouterr().err
+    assert "trainers -n 3: trainer.ranks is 3 but trainer.segments_per_update is 4" in told
+    assert presence.alive(flow.client, flow.keys) == []

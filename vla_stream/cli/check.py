@@ -138,10 +138,12 @@ def summary(config: Config) -> str:
     s, g = config.simulators, config.generators
     rows = s.count * s.env_batches * s.slots * s.envs_per_slot
     samples = config.trainer.segments_per_update * s.envs_per_slot * config.segment_steps
+    count = config.trainer.ranks
+    ranks = f" of {count} ranks ({config.trainer.parallel})" if count > 1 else ""
     parts = ", ".join(f"{100 * part:.3g} % are {name}" for name, part in tasks.shares(config.environment).items())
     return (
         f"{s.count} simulators with {rows} environments in {config.slots_in_all} slots, {g.count} generators, "
-        f"1 trainer.\n"
+        f"1 trainer{ranks}.\n"
         f"Each of {config.updates} updates takes {config.trainer.segments_per_update} segments: up to {samples} chunk "
         f"steps, {samples * config.policy.chunk} environment steps of {config.environment.name}."
         + (f"\nOf the segments {parts}." if config.environment.tasks else "")

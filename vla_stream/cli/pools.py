@@ -125,8 +125,10 @@ def _attach(
         )
         try:
             ids = supervisor.launch(role, number, spread)
+            ranks = f" of {number} ranks" if number > len(ids) else ""
             click.echo(
-                f"attached {', '.join(ids)} to run {target.run}; logs in {target.runs_dir / target.run / 'logs'}/"
+                f"attached {', '.join(ids)}{ranks} to run {target.run}; logs in "
+                f"{target.runs_dir / target.run / 'logs'}/"
             )
             click.echo("Ctrl-C drains them, a second one stops them at once")
             _watch(supervisor, target, lambda: signals.asked, config.flow.drain_deadline_s)

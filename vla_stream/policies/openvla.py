@@ -16,14 +16,14 @@ the first word is said, and its gradient ends there. The state is not read: Open
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from pydantic import Field, ValidationInfo, field_validator
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vla_stream.environments.protocol import Observations, Specification
@@ -221,6 +221,10 @@ class OpenVla(NetworkPolicy):
         self.write_with_heads(network, folder, lambda: openvla_network.write(network, place, folder))
         if statistics.parent != source:
             shutil.copyfile(statistics, folder / _STATISTICS)
+
+    def layers_to_shard(self) -> Sequence[nn.Module]:
+        """See the protocol."""
+        return networks.layers(self.network)
 
     def _set_range(self, specification: Specification) -> None:
         ones = np.ones(specification.action_dims, dtype=np.float32)

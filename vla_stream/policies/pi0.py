@@ -15,16 +15,17 @@ What is not trained does not travel (see partly_trained.py).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import Field, ValidationInfo, field_validator
-from torch import Tensor
+from torch import Tensor, nn
 
 from vla_stream.environments.protocol import Observations, Specification
-from vla_stream.policies import pi0_network, pretrained
+from vla_stream.policies import networks, pi0_network, pretrained
 from vla_stream.policies.flow_policy import FlowOptions, FlowPolicy, Sizes, padded
 from vla_stream.policies.network_policy import as_array
 from vla_stream.policies.vlm_inputs import Prompts, fit_images
@@ -101,6 +102,10 @@ class Pi0(FlowPolicy):
             pretrained.write_statistics(statistics, folder / pretrained.PROCESSOR)
 
         self.write_with_heads(self.network, folder, network)
+
+    def layers_to_shard(self) -> Sequence[nn.Module]:
+        """See the protocol: those of the action expert. What the others compute leaves them by the cache, too."""
+        return networks.layers(self.network.model.dit)
 
     def _prefix(self, observations: Observations) -> _Prefix:
         ids, mask = map(self.host, self._prompts(observations.instruction))

@@ -16,7 +16,7 @@ What is to be exchanged for another model: `eyes` for what it is given, `_decide
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -153,6 +153,10 @@ class Vlm(NetworkPolicy):
         """See the protocol."""
         self.state_mean.copy_(torch.from_numpy(mean))
         self.state_std.copy_(torch.from_numpy(pretrained.constants_kept(std)))
+
+    def layers_to_shard(self) -> Sequence[nn.Module]:
+        """See the protocol."""
+        return networks.layers(self.network)
 
     def _decide(self, observations: Observations) -> tuple[Tensor, Tensor]:
         """Means [B, H, A] or logits [B, H, A, 256], and values [B]."""
