@@ -170,6 +170,9 @@ class Replicas(Alone):
                 if some:
                     parameter.grad = gradient.copy_(part.view_as(gradient))
 
+    def whole(self, tensor: Tensor) -> Tensor:
+        return super().whole(tensor) if self.rank == 0 else torch.empty(0)
+
     def share(self, state: Mapping[str, Tensor] | None, like: Like) -> dict[str, Tensor]:
         shapes = None
         if state is not None:
@@ -216,7 +219,7 @@ class Replicas(Alone):
 
 
 class Shards(Replicas):
-    """Each rank has its part of every weight. Needs torch ≥ 2.6.
+    """Each rank has its part of every weight, once all have made the whole policy. Needs torch ≥ 2.6.
 
     Mixed precision: what a low-precision policy names as `layers_to_shard` is gathered and computed in bfloat16, and
     its gradients are reduced in float32; heads and log-probs stay in float32.
@@ -290,9 +293,7 @@ class Shards(Replicas):
     def whole(self, tensor: Tensor) -> Tensor:
         """One tensor at a time is whole on every device."""
         placed: Any = tensor.detach()
-        if isinstance(placed, self._tensor.DTensor):
-            placed = placed.full_tensor()
-        return placed.cpu() if self.rank == 0 else torch.empty(0)
+        return super().whole(placed.full_tensor() if isinstance(placed, self._tensor.DTensor) else placed)
 
     def _placed(self, tensor: Tensor, like: Tensor | None) -> Tensor:
         if not isinstance(like, self._tensor.DTensor):
