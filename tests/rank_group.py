@@ -66,9 +66,19 @@ SHARES = Case("", CRITIC, {**STREAMING, "optimiser_steps": 2, "minibatch_samples
 SHARED = {"streaming in shares": SHARES, "restored in shares": SHARES._replace(restored=True)}  # of two segments each
 
 
+# What differs with the number of ranks: who has no sample of a part, who sees the fault.
+FEW = (
+    "buffered",
+    "streaming",
+    "imitation and a reference beside it",
+    "grpo",
+    "a gradient that is not finite on one rank",
+)
+
+
 def cases(count: int) -> dict[str, Case]:
-    """For so many ranks, each by both ways."""
-    found = BOTH | (SHARED if B // 2 % count == 0 else {})
+    """For two ranks all, for more, which take longer, a few; each by both ways."""
+    found = BOTH | SHARED if count == 2 else {name: BOTH[name] for name in FEW}
     return {f"{way}: {name}": case._replace(parallel=way) for way in ("ddp", "fsdp") for name, case in found.items()}
 
 

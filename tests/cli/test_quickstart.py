@@ -53,3 +53,19 @@ def test_with_learning_rate_0_nothing_is_learned(tmp_path: Path) -> None:
     checkpoints = tmp_path / "runs" / "frozen" / "checkpoints"
     first, last = ((checkpoints / name / "policy.safetensors").read_bytes() for name in ("000000", "000003"))
     assert first == last
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_trainer_ranks_train_it_and_its_books_balance(tmp_path: Path) -> None:
+    short = ["--set", "evaluation.episodes=0", "--set", "pretrain.steps=20", "--set", "pretrain.grounding_steps=20"]
+    arguments = ["--run", "ranks", "--updates", "4", "--set", "trainer.ranks=2", *short]
+    command_line("run", str(QUICKSTART), *arguments, cwd=tmp_path)
+    run = tmp_path / "runs" / "ranks"
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    books, updates = ([record for record in records if record["kind"] == kind] for kind in ("books", "update"))
+    assert [(record["balance"], record["trained"]) for record in books] == [(0, 32)]
+    assert [record["update"] for record in updates] == [1, 2, 3, 4]
+    # What a rank alone would tell: one sample per row and chunk step of its own four segments.
+    assert all(record["samples"] == 8 * 16 * 8 and record["first_ratio_error"] < 1e-4 for record in updates)
+    assert (run / "logs" / "trainer-1.log").is_file() and (run / "checkpoints" / "000004").is_dir()

@@ -81,7 +81,7 @@ def test_the_groups_of_one_rank_may_all_be_equal() -> None:
 @pytest.mark.parametrize("count", [2, 4])
 def test_the_weights_after_five_updates_are_those_of_one_rank(tmp_path: Path, count: int) -> None:
     outcomes = rank_group.run("train", count, tmp_path, [], deadline_s=380)
-    assert outcomes.keys() == cases(count).keys() and len(outcomes) >= 28
+    assert outcomes.keys() == cases(count).keys()
     for name, outcome in outcomes.items():
         weights = {key: torch.tensor(values, dtype=torch.float64) for key, values in outcome["weights"].items()}
         compare(name.partition(": ")[2], weights, outcome["told"])
