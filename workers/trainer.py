@@ -23,7 +23,7 @@ from vla_stream.config import CHECKPOINTS, Config
 from vla_stream.environments.protocol import Specification
 from vla_stream.errors import BadMessage, Hopeless, InputError, NoSuchRun, RunFailed
 from vla_stream.evaluation import wilson_interval
-from vla_stream.learning import checkpoint, cloning, recordings
+from vla_stream.learning import checkpoint, cloning
 from vla_stream.learning.ranks import Alone
 from vla_stream.learning.segments import Segment
 from vla_stream.learning.update import Learner, LearnerState, UpdateResult
