@@ -96,7 +96,7 @@ def look(workers: list[presence.Presence], seconds: float, folder: Path) -> dict
     }
     found = {}
     for worker_id, spy in spies.items():
-        _, said = spy.communicate(timeout=seconds + 60)
+        _, said = spy.communicate(timeout=3 * seconds + 120)
         if spy.returncode != 0:
             raise RunFailed(f"{worker_id}: py-spy could not look ({said.decode().strip()[-200:]}); run it as root")
         found[worker_id] = shares(files[worker_id].read_text())
