@@ -67,7 +67,7 @@ def success(checkpoint: Path, folder: Path, *flags: str) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 def test_ones_own_policy_learns_ones_own_task_from_nothing_and_the_sentence_decides(folder: Path) -> None:
     vla_stream("run", "reach.yaml", "mlp.yaml", "--run", "a", "--set", "evaluation.episodes=0", cwd=folder)
     first, last = ((folder / "runs" / "a" / "checkpoints" / f"{update:06d}") for update in (0, 30))
