@@ -183,6 +183,15 @@ def test_checkpoints_are_evaluated_one_after_the_other_with_the_same_noise_also_
     assert found[1] == found[3] == both[1] and "no such folder" in found[2]["error"]
 
 
+def test_an_evaluations_own_config_is_not_trained(evaluate: Any, tmp_path: Path, capsys: Any) -> None:
+    found = evaluate("--json", "--episodes", "9")
+    config = tmp_path / "runs" / "mini.eval" / "config.yaml"
+    assert call(["run", str(config)]) == 2 and "held_out is set" in capsys.readouterr().err
+    place = str(tmp_path / "checkpoints" / "best")
+    assert call(["eval", str(config), "--checkpoint", place, "--json", "--inline"]) == 0
+    assert capsys.readouterr().out == found, "but evaluated as before"
+
+
 def test_weights_of_another_policy_are_refused_in_one_line(evaluate: Any, file: Path) -> None:
     shown = evaluate("--set", "policy.chunk=3", expected=2)
     assert "belong to another policy" in shown and "use that one's config" in shown

@@ -52,6 +52,8 @@ def run(
     from vla_stream.cli.folder import RunFolder
 
     config = settings.load(configs, [*overrides, *([f"updates={updates}"] if updates else [])])
+    if config.held_out is not None:
+        raise InputError("held_out is set, which only `vla-stream eval` does for its own workers; remove it")
     for key, python in (("simulators.python", config.simulators.python), ("policy.python", config.policy.python)):
         if inline and python is not None:
             raise InputError(
