@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,9 +18,8 @@ from fake_policies import Linear
 from fakes import Line
 
 from vla_stream import config as configs
-from vla_stream.cli import beside, samples
+from vla_stream.cli import beside, finish, samples
 from vla_stream.cli.beside import Beside
-from vla_stream.cli.main import call
 from vla_stream.config import Config
 from vla_stream.errors import InputError
 from vla_stream.learning import checkpoint
@@ -177,24 +177,43 @@ def test_an_evaluation_that_is_refused_is_left_out(config: Config, running: tupl
     assert made._helper is None and len(told) == 1
 
 
+def test_what_was_evaluated_beside_the_run_is_not_played_again_at_its_end(config: Config) -> None:
+    for update, success in ((0, 0.2), (4, 0.7)):
+        place = save(config, update)
+        checkpoint.keep_evaluation(place, result(success) | {"checkpoint": str(place), "successes": [1] * 10})
+    found = finish.evaluate_ends(config, lambda: pytest.fail("nothing is waited for"), lambda text: pytest.fail(text))
+    assert {when: item["success"] for when, item in found.items()} == {"before": 0.2, "after": 0.7}
+    records = samples.load(config.run_dir / "metrics.jsonl")
+    assert [(record["when"], record["update"], record["success"]) for record in records] == [
+        ("after", 4, 0.7),
+        ("before", 0, 0.2),
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_a_run_has_its_checkpoints_evaluated_and_ends_with_what_was_found(
-    config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    # So slow that an evaluation is done before the run is.
-    slow = ("--set", "environment.options.step_s=0.1", "--set", "updates=40", "--set", "trainer.keep_checkpoints=50")
-    files = (str(tmp_path / "mini.yaml"), "--set", f"runs_dir={tmp_path / 'runs'}")
-    assert call(["run", *files, *slow, "--run", "whole", "--plain"]) == 0
-    shown = capsys.readouterr().out
-    folder = tmp_path / "runs" / "whole"
-    records = [r for r in samples.load(folder / "metrics.jsonl") if r.get("kind") == "evaluation"]
-    during = [record for record in records if "when" not in record]
-    assert during and all(isinstance(record["update"], float | int) for record in records)
-    assert [record["update"] for record in records if "when" in record] == [40, 0]
-    evaluated = {path.name: checkpoint.evaluation(path) for path in checkpoint.places(folder / "checkpoints")}
-    highest = max(found["success"] for found in evaluated.values() if found)
+def test_a_run_tells_what_its_evaluations_found_and_ends_them_with_itself(config: Config, tmp_path: Path) -> None:
+    folder, main = tmp_path / "runs" / "whole", [sys.executable, "-m", "vla_stream.cli.main"]
+    flags = ["--set", f"runs_dir={tmp_path / 'runs'}", "--set", "updates=100000", "--run", "whole", "--plain"]
+    process = subprocess.Popen(
+        [*main, "run", str(tmp_path / "mini.yaml"), *flags], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        until(lambda: evaluations(folder) or process.poll() is not None, [])
+        look = [*main, "status", "--run", "whole", "--runs", str(tmp_path / "runs"), "--json"]
+        status = json.loads(subprocess.run(look, capture_output=True, text=True, check=True).stdout)
+        process.send_signal(signal.SIGINT)
+        shown, _ = process.communicate(timeout=100)
+    finally:
+        process.kill()
+        process.communicate()
+    newest = evaluations(folder)[-1]
+    assert newest["worker"] == "launcher" and newest["episodes"] == 10
+    assert status["evaluated"].startswith("update ") and "on 10 held-out seeds" in shown
     best = checkpoint.marked(folder / "checkpoints", checkpoint.BEST)
-    assert best is not None and (evaluated[best] or {})["success"] == highest
-    assert f"{best} by evaluation" in shown and "held-out seeds" in shown
-    assert not list((tmp_path / "runs").glob("*/redis.url"))
+    assert best is not None and checkpoint.evaluation(folder / "checkpoints" / best) is not None
+    assert not list((tmp_path / "runs").glob("*/redis.url")) and not (folder / "checkpoints" / "evaluated").exists()
+
+
+def evaluations(folder: Path) -> list[samples.Record]:
+    return [r for r in samples.load(folder / "metrics.jsonl") if r.get("kind") == "evaluation"]
