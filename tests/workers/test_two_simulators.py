@@ -39,10 +39,11 @@ def update(run: Run) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_a_run_trains_on_two_different_simulators_and_goes_on_with_the_other_alone(run: Run, tmp_path: Path) -> None:
     run.start(updates=10**6)
     with contextlib.closing(Processes(run)) as processes:
+        processes.DEADLINE_S = 150.0  # five processes start one after the other
         for role in ("trainer", "generator", "simulator"):
             processes.start(role)
         processes.wait_for(lambda: update(run) >= 2, "updates with the run's own simulator")
