@@ -201,7 +201,9 @@ def sharded_policies(rank: int, count: int, folder: str, kinds: Sequence[str]) -
             once = ranks.gradients(evaluation.logprobs.sum(), parameters, again=True)
             again = ranks.gradients(evaluation.values.sum(), parameters, again=False)
             there = [None if each is None else ranks.whole(each) / ranks.count for each in (*once, *again)]
-            found.append(torch.cat([each.reshape(-1) for each in there if each is not None and each.any()]))
+            found.append(
+                torch.cat([torch.zeros(0), *(each.reshape(-1) for each in there if each is not None and each.any())])
+            )
         state = {name: shards.whole(tensor) for name, tensor in sharded.state_dict().items()}
         if rank == 0:
             assert all(torch.equal(state[name], tensor) for name, tensor in whole.state_dict().items())
