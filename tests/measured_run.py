@@ -19,7 +19,14 @@ def second(role: str, number: int, time: float, **metrics: float) -> Record:
 
 def update(number: int, **metrics: float) -> Record:
     about: Record = {"kind": "update", "role": "trainer", "worker": "trainer-0", "time": 100.0 + 2 * number}
-    trained = {"samples": 72.0, "trained_env_steps": 720.0, "optimiser_steps": 2.0, "devices": 4.0, "apart": 1.0}
+    trained = {
+        "samples": 72.0,
+        "trained_env_steps": 720.0,
+        "optimiser_steps": 2.0,
+        "devices": 4.0,
+        "ranks": 1.0,
+        "apart": 1.0,
+    }
     times = {"fit_s": 0.72, "fit_samples": 72.0, "step_s": 0.01, "publish_s": 0.03, "pass_s": 0.016, "weights_mb": 0.5}
     return {**about, "update": float(number), **trained, **times, **metrics}
 

@@ -220,6 +220,20 @@ class Leader:
         with self._together("finish", version=version):
             return self._learner.finish(version)
 
+    @property
+    def devices(self) -> int:
+        """See Learner."""
+        return self._learner.devices
+
+    @property
+    def apart(self) -> bool:
+        """See Learner."""
+        return self._learner.apart
+
+    def settle(self) -> None:
+        """See Learner; of this rank's device: what is done together all wait for."""
+        self._learner.settle()
+
     def discard(self) -> None:
         """See Learner."""
         self._waiting = []

@@ -27,7 +27,7 @@ from vla_stream.learning import checkpoint, cloning
 from vla_stream.learning.ranks import Alone
 from vla_stream.learning.segments import Segment
 from vla_stream.learning.update import Learner, LearnerState, UpdateResult
-from vla_stream.policies.protocol import ManyDevices, Policy
+from vla_stream.policies.protocol import Policy
 from vla_stream.streams import presence
 from vla_stream.streams.specification import specification_to_json
 from vla_stream.streams.trajectories import Trajectory
@@ -219,17 +219,18 @@ class Trainer:
             self._added[member] = self._held.pop(member)
 
     def _give(self, segment: Segment) -> None:
-        """In streaming one segment of each update is timed alone, from an idle device until it has computed it: not the
-        first, which is computed while the update before is published."""
-        streaming, most = self.config.trainer.update == "streaming", self.config.trainer.segments_per_update
-        if not streaming or len(self._added) != min(1, most - 1):
+        """In streaming, of each update one segment of every rank is timed alone, from an idle device until it has
+        computed it: not the first, which is computed while the update before is published."""
+        ranks, count = self.learner.at_once, self.config.trainer.segments_per_update
+        last = min(2 * ranks, count) - 1  # with it the ranks have their second segments, and train them
+        if self.config.trainer.update != "streaming" or len(self._added) != last:
             self.learner.add(segment)
             return
         self.learner.settle()
         started_s = time.monotonic()
         self.learner.add(segment)
         self.learner.settle()
-        self._fit = int(segment.valid.sum()), time.monotonic() - started_s
+        self._fit = ranks * int(segment.valid.sum()), time.monotonic() - started_s
 
     def _begin_anew(self) -> None:
         """The next update begins anew: what the learner has of it is forgotten, and its segments are held as before."""
@@ -338,19 +339,18 @@ class Trainer:
         return self.done or self.update % self.config.trainer.checkpoint_every == 0
 
     def _stage_costs(self, result: UpdateResult, took_s: float, settled_s: float) -> dict[str, float]:
-        """For cli/costs.py. `fit_s`: what the device took to train `fit_samples`; `pass_s`: what their passes without
+        """For cli/costs.py. `fit_s`: what the devices took to train `fit_samples`; `pass_s`: what the passes without
         gradients took before, in buffered mode; `step_s`: an optimiser step, seen as what is left to compute after the
-        last one (on a CPU nothing is: there steps are a part of `fit_s`). `apart`: the device computes while this
-        process goes on. took_s: to finish the update, of which the last `settled_s` were such waiting."""
-        policy, cuda = self.learner.policy, self.learner.device.type == "cuda"
-        devices = policy.training_devices if isinstance(policy, ManyDevices) else 0
-        costs = {"devices": float(devices or 1), "apart": float(cuda or devices > 0), "step_s": settled_s}
+        last one (on a CPU nothing is: there steps are a part of `fit_s`). `apart`: devices compute while their process
+        goes on. took_s: to finish the update, of which the last `settled_s` were such waiting."""
+        learner = self.learner
+        costs = {"devices": float(learner.devices), "ranks": float(learner.at_once), "apart": float(learner.apart)}
         if self.config.trainer.update == "buffered":
             steps = result.metrics.get("optimiser_steps", 0.0)
             self._fit = result.samples, max(0.0, took_s - steps * settled_s)
             costs["pass_s"] = self._adding_s
         samples, fit_s = self._fit
-        return costs | {"fit_samples": float(samples), "fit_s": fit_s}
+        return costs | {"step_s": settled_s, "fit_samples": float(samples), "fit_s": fit_s}
 
     def _note_skip(self, result: UpdateResult, chosen: list[Held]) -> None:
         if result.skipped is None:

@@ -28,12 +28,12 @@ def test_known_costs_come_out_again(config: Config) -> None:
         **{"infer_batch": 3.0, "infer_row": 6.0, "swap": 2.0},
         # 1 to send, 3 between request and reply beside the generator's, half of a rounded ms, .5 to read and collate.
         "way": 1.0 + (40.0 - 37.0) + 0.5 + 0.5,
-        **{"fit": 90.0 * 4, "before": 2.0 + 3.0, "optimiser_step": 10.0, "publish": 30.0},
+        **{"fit": 90.0 * 4, "read": 3.0, "a_pass": 2.0, "optimiser_step": 10.0, "publish": 30.0},
         **{"request_bytes": 500.0, "weights_bytes": 0.5e6},
     }
     for name, value in expected.items():
         assert getattr(found, name) == pytest.approx(value), name
-    assert (found.devices, found.processes, found.optimiser_steps, found.apart) == (4, 1, 2, True)
+    assert (found.devices, found.ranks, found.optimiser_steps, found.apart) == (4, 1, 2, True)
     per_step = {"simulator": 0.12 / 600, "generator": 0.18 / 600, "trainer": 0.12 / 600, "environment": 0.06 / 600}
     assert found.cpu_s == pytest.approx(per_step)
 
@@ -71,9 +71,9 @@ def test_stages_follow_the_placement_and_the_way_of_updating(config: Config) -> 
     streaming = config.model_copy(update={"trainer": trainer})
     at = found.stages(streaming, Placement(5, 2, 3))
     assert (at.segment, at.fit, at.optimiser_steps) == (pytest.approx(360.0), 0.0, 4)
-    # On a CPU the process computes itself, one rank per device.
+    # On a CPU a process computes itself, one rank per device; rank 0 reads for all.
     alone = replace(found, apart=False, devices=1)
-    assert alone.stages(streaming, Placement(5, 2, 3)).host == pytest.approx(365 / 3)
+    assert alone.stages(streaming, Placement(5, 2, 3)).host == pytest.approx(3 + (2 + 360) / 3)
 
 
 def test_too_little_of_a_run_is_an_error_that_says_what_is_missing(config: Config) -> None:

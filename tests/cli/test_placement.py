@@ -32,8 +32,15 @@ def config(tmp_path: Path) -> Config:
 def costs(**changes: Any) -> Costs:
     rollout: dict[str, Any] = {"chunk": 130.0, "chunk_deviation": 10.0, "reset": 10.0, "resets": 1.0, "steps": 3.0}
     rollout |= {"env_steps": 90.0, "infer_batch": 3.0, "infer_row": 6.0, "way": 4.0, "swap": 1.0}
-    trainer: dict[str, Any] = {"fit": 72.0, "before": 1.0, "apart": True, "optimiser_step": 10.0, "optimiser_steps": 2}
-    trainer |= {"publish": 20.0, "devices": 2, "processes": 1}
+    trainer: dict[str, Any] = {
+        "fit": 72.0,
+        "read": 1.0,
+        "a_pass": 0.0,
+        "apart": True,
+        "optimiser_step": 10.0,
+        "optimiser_steps": 2,
+    }
+    trainer |= {"publish": 20.0, "devices": 2, "ranks": 1}
     others: dict[str, Any] = {"cpu_s": NO_CPU, "request_bytes": 1e5, "weights_bytes": 1e6}
     return Costs(**{**rollout, **trainer, **others, **changes})
 

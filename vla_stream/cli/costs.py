@@ -7,7 +7,8 @@ way              of a request: from the end of its chunk into the stream, out of
 fit              to train one segment on one device: in streaming one segment per update is timed alone, else the
                  update's end, less its optimiser steps; a short run of `plan` is not streaming, since a segment
                  alone is timed to a tenth, and all of them to a hundredth
-before           the trainer's process, for one segment: reading it, and the passes without gradients
+read, a_pass     the trainer, for one segment: reading it, which rank 0 does for all; its passes without gradients, in
+                 one process
 publish, swap    from an update's end to its commit; what new weights cost a generator between two batches
 """
 
@@ -50,8 +51,8 @@ class Placement:
 @dataclass(frozen=True, slots=True)
 class Costs:
     """See the module. cpu_s: per environment step, by role, and `environment` for simulators' child processes;
-    apart: the trainer's device computes while its process goes on; devices, processes: that trained when it was
-    measured; request_bytes: of a request's observations."""
+    apart: the trainer's devices compute while its process goes on; devices, ranks: that trained when it was measured;
+    request_bytes: of a request's observations."""
 
     chunk: float
     chunk_deviation: float
@@ -64,13 +65,14 @@ class Costs:
     way: float
     swap: float
     fit: float
-    before: float
+    read: float
+    a_pass: float
     apart: bool
     optimiser_step: float
     optimiser_steps: int
     publish: float
     devices: int
-    processes: int
+    ranks: int
     cpu_s: Mapping[str, float]
     request_bytes: float
     weights_bytes: float
@@ -79,9 +81,9 @@ class Costs:
         """Of a run of this config with that placement."""
         s, trainer = config.simulators, config.trainer
         streaming = trainer.update == "streaming"
-        # Ranks of one device each share the reading, too; a process with several devices reads for all of them.
-        processes = self.processes if self.devices > self.processes else placement.trainers
-        host = self.before if self.apart or not streaming else self.before + self.fit
+        # A rank for each device, unless a process has several.
+        ranks = self.ranks if self.devices > self.ranks else placement.trainers
+        in_a_rank = self.a_pass if self.apart or not streaming else self.a_pass + self.fit
         return Stages(
             batches=placement.simulators * s.env_batches,
             slots=s.slots,
@@ -98,7 +100,7 @@ class Costs:
             segments=trainer.segments_per_update,
             segment=self.fit if streaming else 0.0,
             fit=0.0 if streaming else self.fit,
-            host=host / processes,
+            host=self.read + in_a_rank / ranks,
             optimiser_step=self.optimiser_step,
             optimiser_steps=trainer.optimiser_steps if streaming else self.optimiser_steps,
             streaming=streaming,
@@ -165,8 +167,7 @@ def _training(updates: Sequence[Record], trainers: _Sums, config: Config) -> dic
     """What concerns the trainer; of its updates the first is left out, which holds what happens once."""
     count, streaming = config.trainer.segments_per_update, config.trainer.update == "streaming"
     last = updates[1:]
-    processes = len({record.get("worker") for record in updates})
-    devices = int(_median(last, "devices")) * processes
+    devices, ranks = int(_median(last, "devices")), int(_median(last, "ranks"))
     samples = _median(last, "samples") / count
     step, steps = 1000 * _median(last, "step_s"), round(_median(last, "optimiser_steps"))
     fit = 1000 * samples * median(_ratio(record, "fit_s", "fit_samples") for record in last)
@@ -174,17 +175,18 @@ def _training(updates: Sequence[Record], trainers: _Sums, config: Config) -> dic
         # A segment that is timed alone takes a little longer; no device is busier than all of the time.
         periods = [1000 * (float(b["time"]) - float(a["time"])) for a, b in itertools.pairwise(last)]
         fit = min(fit, (median(periods) - steps * step) / count)
-    a_pass = 0.0 if streaming else 1000 * _median(last, "pass_s") / count * processes
+    a_pass = 0.0 if streaming else 1000 * _median(last, "pass_s") / count * ranks
     return {
         "env_steps": _median(last, "trained_env_steps") / count,
         "fit": fit * devices,
-        "before": a_pass + 1000 * trainers.spent("read") / max(1.0, trainers["segments"]),
+        "read": 1000 * trainers.spent("read") / max(1.0, trainers["segments"]),
+        "a_pass": a_pass,
         "apart": _median(last, "apart") > 0,
         "optimiser_step": step,
         "optimiser_steps": steps,
         "publish": 1000 * _median(last, "publish_s"),
         "devices": devices,
-        "processes": processes,
+        "ranks": ranks,
         "weights_bytes": 1e6 * _median(last, "weights_mb"),
     }
 

@@ -184,7 +184,7 @@ def shown_costs(costs: Costs) -> list[str]:
         f"a request's way              {costs.way:.1f} ms beside that",
         f"training                     {costs.fit:.1f} ms per segment on one device, "
         f"{costs.optimiser_step:.1f} per optimiser step ({costs.optimiser_steps} per update); "
-        f"{costs.before:.1f} per segment for its process; measured on {costs.devices}",
+        f"{costs.read + costs.a_pass:.1f} per segment for its process; measured on {costs.devices}",
         f"weights                      {costs.publish:.1f} ms to publish {costs.weights_bytes / 1e6:.2f} MB, "
         f"{costs.swap:.1f} ms of each generator",
         f"a segment                    {costs.steps:.1f} chunk steps, {costs.env_steps:.0f} environment steps",

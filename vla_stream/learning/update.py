@@ -39,7 +39,7 @@ from vla_stream.learning.samples import (
     why_not_trainable,
 )
 from vla_stream.learning.segments import Segment
-from vla_stream.policies.protocol import Policy
+from vla_stream.policies.protocol import ManyDevices, Policy
 
 # Adam's ε of CleanRL's PPO instead of torch's 1e-8: tiny gradients are not blown up to full steps.
 ADAM_EPSILON = 1e-5
@@ -225,6 +225,16 @@ class Learner:
         self._begun = self._nothing_begun()
         self.updates_done += 1
         return UpdateResult(number, count, problem, metrics, harmless)
+
+    @property
+    def devices(self) -> int:
+        """On which all ranks together train."""
+        return self._ranks.count * (self.policy.training_devices if isinstance(self.policy, ManyDevices) else 1)
+
+    @property
+    def apart(self) -> bool:
+        """Whether they compute while this process goes on."""
+        return self.device.type == "cuda" or isinstance(self.policy, ManyDevices)
 
     def settle(self) -> None:
         """Wait until the device has computed all that it was given."""
