@@ -85,3 +85,14 @@ def test_the_limit_is_named_and_more_of_it_gives_more_than_more_of_anything_else
 def test_cores_limit_what_they_compute(config: Config) -> None:
     cost = costs(cpu_s={**NO_CPU, "simulator": 0.002, "trainer": 0.002})
     assert placement.outlook(cost, config, Placement(16, 3, 3), 2.0).steps_per_s == pytest.approx(2 / 0.004)
+
+
+def test_ranks_have_equal_parts_of_an_update(config: Config) -> None:
+    ranks = costs(devices=2, ranks=2, fit=200.0)
+    assert [n for n in range(1, 9) if placement.may_train(ranks, config, n)] == [1, 2, 4, 8]
+    assert all(placement.may_train(costs(), config, n) for n in range(1, 9)), "one process with several devices may"
+    found = placement.best(ranks, config, devices=5, cores=100)
+    assert {one.placement.trainers for one in found} <= {1, 2, 4}
+    seen = placement.outlook(ranks, config, Placement(16, 2, 2), 100)
+    named = dict(placement.one_more(ranks, config, seen, 100))
+    assert named["device to train, and others, so that 4 do"].placement.trainers == 4

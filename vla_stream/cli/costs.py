@@ -147,6 +147,8 @@ def measured(records: Sequence[Record], config: Config) -> Costs:
     into = 1000 * (generators.spent("read") + generators.spent("collate")) / generators["batches"]
     env_steps = simulators["env_steps"]
     cpu = {role: _Sums(r for r in window if r.get("role") == role).cpu_s / env_steps for role in ROLES}
+    training = _training(updates, trainers, config)
+    cpu["trainer"] *= training["ranks"]  # only rank 0 tells, and the others do no less
     return Costs(
         chunk=chunk,
         chunk_deviation=math.sqrt(max(0.0, simulators["chunk_ms2"] / simulators["chunks"] - chunk**2)),
@@ -159,7 +161,7 @@ def measured(records: Sequence[Record], config: Config) -> Costs:
         swap=generators.mean("swaps_ms", "swaps"),
         cpu_s=cpu | {"environment": simulators["environment_cpu_s"] / env_steps},
         request_bytes=sum(simulators.every("bytes.")) / max(1.0, simulators["sent"]),
-        **_training(updates, trainers, config),
+        **training,
     )
 
 

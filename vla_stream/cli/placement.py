@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from vla_stream.cli.costs import Costs, Placement, rules
-from vla_stream.config import Config
+from vla_stream.config import Config, rank_problems
 from vla_stream.model import simulate
 
 NEARLY = 0.99  # of the best: fewer simulators that give as much are better
@@ -71,11 +71,22 @@ def most_simulators(config: Config) -> int:
     return max(1, math.ceil(permits / (s.env_batches * s.slots)))
 
 
+def may_train(costs: Costs, config: Config, devices: int) -> bool:
+    """Whether so many can: of ranks with a device each, an update's segments are equal parts."""
+    if devices == 1 or costs.devices > costs.ranks:
+        return True
+    trainer = config.trainer.model_copy(update={"device": "auto", "record_every": 0})  # what a person may well change
+    return not rank_problems(config.model_copy(update={"trainer": trainer}), devices)
+
+
 def best(costs: Costs, config: Config, devices: int, cores: float) -> list[Outlook]:
     """The best placements on so many devices, one per number of generators, best first; those are left out that cannot
     be the best, whatever the order of work. Each has the fewest simulators that give nearly all it can give."""
     most = most_simulators(config)
-    candidates = [Placement(most, generators, devices - generators) for generators in range(1, devices)]
+    candidates = [
+        Placement(most, generators, max(n for n in range(1, devices - generators + 1) if may_train(costs, config, n)))
+        for generators in range(1, devices)
+    ]
 
     def limit(placement: Placement) -> float:
         return min(alone(costs, config, placement, cores).values())
@@ -105,9 +116,14 @@ def _fewest(costs: Costs, config: Config, full: Outlook, cores: float) -> Outloo
 
 
 def one_more(costs: Costs, config: Config, of: Outlook, cores: float) -> Iterator[tuple[str, Outlook]]:
-    """What one more of each gives: a simulator, a generator with its device, a device to train, a core."""
+    """What one more of each gives: a simulator, a generator with its device, a device to train (or as many as make
+    equal parts again), a core."""
     at = of.placement
     yield "simulator", outlook(costs, config, replace(at, simulators=at.simulators + 1), cores)
     yield "generator", outlook(costs, config, replace(at, generators=at.generators + 1), cores)
-    yield "device to train", outlook(costs, config, replace(at, trainers=at.trainers + 1), cores)
+    segments = config.trainer.segments_per_update
+    more = next((n for n in range(at.trainers + 1, segments + 1) if may_train(costs, config, n)), None)
+    if more is not None:
+        name = "device to train" if more == at.trainers + 1 else f"device to train, and others, so that {more} do"
+        yield name, outlook(costs, config, replace(at, trainers=more), cores)
     yield "core", outlook(costs, config, at, cores + 1)
