@@ -51,7 +51,7 @@ def command(tmp_path: Path) -> Any:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=240,
             check=False,
         )
         return done.returncode, done.stdout, done.stderr
@@ -79,7 +79,7 @@ def test_check_tries_it_out_there(command: Any) -> None:
     assert f"environment {ENVIRONMENT}: keeps the protocol\n" in shown and "noise on stdout" not in shown
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_a_run_whose_policy_is_only_there_trains_and_is_evaluated_and_replayed_there(
     command: Any, tmp_path: Path, run_name: str
 ) -> None:
