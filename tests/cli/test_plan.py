@@ -108,7 +108,8 @@ def test_a_short_run_measures_what_the_options_say_and_leaves_nothing(
         )
     )
     assert 20.0 <= chunk <= 30.0, said
-    assert batch + 4 * row == pytest.approx(6 + 4 * 4, rel=0.15), said
+    # Batches here are of one request. What generators tried of others before is timed beside workers that start.
+    assert batch + 2 * row == pytest.approx(6 + 2 * 4, rel=0.15), said
     assert segment == pytest.approx(4 * 60, rel=0.15), "four samples of 60 ms"
     assert "the limit" in said.lower()
     assert list(scratch.glob("vla-stream-plan-*")) == []
