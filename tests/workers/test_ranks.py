@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
+import re
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,9 +18,11 @@ from live_run import Run, in_use
 from toy import Toy, make_segment
 
 from vla_stream.config import Config
+from vla_stream.learning.update import Learner
 from vla_stream.streams import presence
 from workers import history, ranks
 from workers.supervisor import Notice, Supervisor
+from workers.trainer import Trainer
 
 DEADLINE_S = 250.0
 B = 4
@@ -164,6 +169,17 @@ def test_f48_a_run_goes_on_with_another_number_of_ranks(whole: Callable[..., Who
     bench.supervisor.close()
     books = bench.run.flow.books()
     assert books.outcomes["rolled_back"] == 0 and books.balance == 0
+
+
+def test_whatever_a_trainer_asks_of_its_learner_it_may_ask_of_several_ranks() -> None:
+    for name, method in inspect.getmembers(Learner, inspect.isfunction):
+        if not name.startswith("_"):
+            theirs = inspect.signature(getattr(ranks.Leader, name)).parameters
+            assert list(theirs) == list(inspect.signature(method).parameters), name
+    trainer = inspect.getsource(sys.modules[Trainer.__module__])
+    asked = set(re.findall(r"self\.learner\.(\w+)", trainer))
+    leader = inspect.getsource(ranks.Leader)
+    assert {name for name in asked if f"def {name}(" not in leader and f"self.{name}" not in leader} == set()
 
 
 def test_a_segment_arrives_as_it_was_sent() -> None:
