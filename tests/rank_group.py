@@ -59,8 +59,8 @@ BOTH: dict[str, Case] = {
     "rft": Case("", {"name": "rft"}, {"epochs": 1}),
     "appo": Case("", {"name": "appo"}, {"epochs": 1}),
     "restored": Case("", CRITIC, STREAMING, restored=True),
-    "a loss that is not finite on one rank": Case("", CRITIC, {"epochs": 1}, fault="loss"),
-    "a gradient that is not finite on one rank": Case("", CRITIC, STREAMING, fault="gradient"),
+    "a loss that is not finite on one rank": Case("", CRITIC, STREAMING, fault="loss"),
+    "a gradient that is not finite on one rank": Case("", CRITIC, {"epochs": 1}, fault="gradient"),
 }
 SHARES = Case("", CRITIC, {**STREAMING, "optimiser_steps": 2, "minibatch_samples": 7})
 SHARED = {"streaming in shares": SHARES, "restored in shares": SHARES._replace(restored=True)}  # of two segments each
@@ -72,7 +72,7 @@ FEW = (
     "streaming",
     "imitation and a reference beside it",
     "grpo",
-    "a gradient that is not finite on one rank",
+    "a loss that is not finite on one rank",
 )
 
 
