@@ -502,8 +502,8 @@ def _allocation_problems(config: Config) -> list[str]:
     return problems
 
 
-def rank_problems(config: Config, ranks: int) -> list[str]:
-    """Why a trainer of so many ranks cannot work."""
+def rank_problems(config: Config, ranks: int, device: str = "") -> list[str]:
+    """Why a trainer of so many ranks cannot work. device: theirs, instead of the config's."""
     trainer, problems = config.trainer, list[str]()
     if ranks == 1:
         return problems
@@ -524,7 +524,7 @@ def rank_problems(config: Config, ranks: int) -> list[str]:
             f"trainer.ranks is {ranks} but trainer.record_every is {trainer.record_every}: what `replay` makes once "
             "more, in one process, would be rounded otherwise; set ranks to 1 or record_every to 0"
         )
-    if trainer.device.partition(":")[2]:
+    if not device and trainer.device.partition(":")[2]:
         problems.append(
             f"trainer.ranks is {ranks} but trainer.device is {trainer.device}, which is one device; set it to "
             f"{trainer.device.partition(':')[0]}, or attach them with --device"

@@ -183,6 +183,8 @@ class Generator:
             try:
                 self.weights.retired = self.places.take(weights.state)
             except (RuntimeError, KeyError) as exc:
+                if not self.places.differ(weights.state):
+                    raise  # such as a device without room
                 # Whole, as their digest shows: no other ones of this run will do better.
                 reason = " ".join(str(exc).split())[:300]
                 raise InputError(

@@ -38,12 +38,14 @@ from torch import Tensor
 
 from vla_stream import config as configs
 from vla_stream.broker.codec import pack, unpack
+from vla_stream.broker.connection import UNREACHABLE
 from vla_stream.config import Config
 from vla_stream.environments.protocol import Specification
 from vla_stream.errors import InputError, RunFailed, VlaStreamError
 from vla_stream.learning.ranks import Alone, Replicas, Shards
 from vla_stream.learning.segments import Segment
 from vla_stream.learning.update import Learner, LearnerState, UpdateResult
+from vla_stream.streams import presence
 from vla_stream.streams.observations import pack_observations, unpack_observations
 from vla_stream.streams.specification import specification_from_json, specification_to_json
 from vla_stream.streams.trajectories import ARRAYS
@@ -144,7 +146,10 @@ class Group:
     def close(self) -> None:
         """End them."""
         self._closing = True
-        self.worker.fellows.clear()
+        fellows, self.worker.fellows = list(self.worker.fellows), {}
+        with contextlib.suppress(*UNREACHABLE):
+            for name in fellows:
+                presence.release(self.worker.flow.scripts, self.worker.keys, name, self.worker.token)
         for process in self._processes:
             with contextlib.suppress(OSError):
                 assert process.stdin is not None
@@ -262,10 +267,10 @@ class Leader:
             yield
 
 
-def count_of(config: Config) -> int:
-    """How many ranks this trainer is to have. Raises InputError."""
+def count_of(config: Config, device: str) -> int:
+    """How many ranks this trainer is to have. device: theirs, where they were given some. Raises InputError."""
     count = int(os.environ.get(COUNT_VARIABLE) or config.trainer.ranks)
-    problems = configs.rank_problems(config, count)
+    problems = configs.rank_problems(config, count, device)
     if problems:
         raise InputError(problems[0])
     return count
@@ -287,7 +292,7 @@ class Make(Protocol):
 @contextlib.contextmanager
 def learner(worker: Worker, config: Config, specification: Specification, make: Make) -> Iterator[Learner | Leader]:
     """A trainer's learner, of as many processes as it is to have. Raises InputError."""
-    count = count_of(config)
+    count = count_of(config, worker.device)
 
     def tell(text: str) -> None:
         worker.say("warm start", text)
@@ -306,7 +311,9 @@ def rank_devices(device: str, count: int) -> list[str]:
     same. Raises InputError where there are fewer."""
     listed = device.split(",")
     if len(listed) > 1:
-        return [listed[rank % len(listed)] for rank in range(count)]
+        if len(listed) < count:
+            raise InputError(f"trainers -n {count}: --device names {len(listed)} devices; name one for each")
+        return listed[:count]
     if device not in ("auto", "cuda") or (device == "auto" and not torch.cuda.is_available()):
         return [device] * count
     if torch.cuda.device_count() < count:

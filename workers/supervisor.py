@@ -153,7 +153,7 @@ class Supervisor:
         Raises InputError (the run has its trainer), or what UNREACHABLE lists.
         """
         if role == "trainer":
-            return [self._launch(role, ",".join(devices), ranks=count)] if count else []
+            return [self._launch(role, ",".join(devices[:count]), ranks=count)] if count else []
         return [self._launch(role, devices[i % len(devices)] if devices else "") for i in range(count)]
 
     def _launch(self, role: str, device: str, ranks: int = 1) -> str:

@@ -42,6 +42,7 @@ from workers.worker import BLOCK_S, Worker, run_process
 SAY_WAITING_S = 20.0
 RETRY_CHECKPOINT_S = 5.0
 MOST_NUMERIC_DIFFERENCE = 0.1  # of log-probs of equal weights: bf16, padding and kernels make less
+TIMED_UPDATES = 10  # by which streaming costs are known; more of it would only keep the device waiting
 FIRST = f"{0:06d}"  # the checkpoint of the first weights, which is kept: the KL to them may be asked for
 
 
@@ -60,7 +61,7 @@ class Trainer:
         self.outcomes = TaskOutcomes(config)
         self._added: dict[str, Held] = {}  # given to the learner for the next update, at most B: not refused any more
         self._adding_s = 0.0  # what that took
-        self._fit = 0, 0.0  # see _stage_costs
+        self._fit, self._timed = (0, 0.0), 0  # see _stage_costs
         self._before: LearnerState | None = None  # the next update, if that is to be recorded
         self._kept: dict[str, Trajectory] = {}  # by entry: trained, and not yet in a durable checkpoint
         self._weights = WeightsWriter(self.client, self.flow.scripts, worker.keys, config.trainer.weights_base_every)
@@ -219,13 +220,15 @@ class Trainer:
             self._added[member] = self._held.pop(member)
 
     def _give(self, segment: Segment) -> None:
-        """In streaming, of each update one segment of every rank is timed alone, from an idle device until it has
+        """In streaming, of the first updates one segment of every rank is timed alone, from an idle device until it has
         computed it: not the first, which is computed while the update before is published."""
-        ranks, count = self.learner.at_once, self.config.trainer.segments_per_update
-        last = min(2 * ranks, count) - 1  # with it the ranks have their second segments, and train them
-        if self.config.trainer.update != "streaming" or len(self._added) != last:
+        ranks = self.learner.at_once
+        # With this one the ranks have their second segments, and train them.
+        timed = self.config.trainer.update == "streaming" and len(self._added) == 2 * ranks - 1
+        if not timed or self._timed == TIMED_UPDATES:
             self.learner.add(segment)
             return
+        self._timed += 1
         self.learner.settle()
         started_s = time.monotonic()
         self.learner.add(segment)

@@ -181,6 +181,11 @@ class Places:
         source = view.pin_memory() if like.is_cuda else view
         return source.to(like.device, like.dtype, non_blocking=like.is_cuda, copy=True)
 
+    def differ(self, state: Mapping[str, Tensor]) -> bool:
+        """Whether these are of another policy, by their names or shapes."""
+        like = self._like
+        return like.keys() != state.keys() or any(like[name].shape != tensor.shape for name, tensor in state.items())
+
     def take(self, state: Mapping[str, Tensor]) -> list[Tensor]:
         """The policy has these weights from now on; returns what it had, for somebody else to let go of."""
         slots = self._exchangeable

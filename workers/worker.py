@@ -187,8 +187,7 @@ class Worker:
     def release(self) -> None:
         """Give the name back."""
         with contextlib.suppress(*UNREACHABLE):
-            for name in (self.id, *self.fellows):
-                presence.release(self.flow.scripts, self.keys, name, self.token)
+            presence.release(self.flow.scripts, self.keys, self.id, self.token)
 
     def on_signal(self, *_: object) -> None:
         """SIGTERM or SIGINT: the first drains, the second stops."""

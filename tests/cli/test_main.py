@@ -78,7 +78,6 @@ def test_version_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
         (["status"], "--run: not given and no run in runs/ is alive"),
         (["status", "--run", "demo"], "run demo: no server given, and runs/demo/redis.url is not there"),
         (["stop", "--run", "demo", "--redis", "unix:///nowhere/redis.sock"], "no such socket"),
-        (["trainers", "--run", "demo", "--redis", "unix:///x", "-n", "2"], "-n is 2, expected 1"),
         (["simulators", "--run", "demo", "--redis", "unix:///x", "--device", "1"], "1 names no kind of device"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

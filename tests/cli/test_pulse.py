@@ -124,3 +124,12 @@ def test_records_of_strangers_do_no_harm() -> None:
     )
     assert pulse.shares()["g"] == Shares(0.0, 0.0, 0.0)
     assert pulse.bottleneck() == "" and pulse.histogram("age_ms") == {"2": 0}
+
+
+def test_a_simulator_that_left_is_forgotten_and_a_trainer_in_a_long_update_is_not() -> None:
+    pulse = Pulse()
+    pulse.add([second(0, "trainer-0", busy_update=1.0), second(0, "simulator-7", busy_asked=1.0)])
+    for time in range(1, 100):
+        pulse.add([second(time, "simulator-0", busy_stepping=0.9), second(time, "generator-0", busy_infer=0.5)])
+    assert set(pulse.shares()) == {"simulator-0", "generator-0", "trainer-0"}
+    assert pulse.role_shares()["simulator"].work == pytest.approx(0.9)

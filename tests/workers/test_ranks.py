@@ -18,6 +18,7 @@ from live_run import Run, in_use
 from toy import Toy, make_segment
 
 from vla_stream.config import Config
+from vla_stream.errors import InputError
 from vla_stream.learning.update import Learner
 from vla_stream.streams import presence
 from workers import history, ranks
@@ -197,4 +198,6 @@ def test_a_segment_arrives_as_it_was_sent() -> None:
 
 def test_ranks_have_devices_of_their_own() -> None:
     assert ranks.rank_devices("cpu", 3) == ["cpu", "cpu", "cpu"]
-    assert ranks.rank_devices("cuda:4,cuda:6", 4) == ["cuda:4", "cuda:6", "cuda:4", "cuda:6"]
+    assert ranks.rank_devices("cuda:4,cuda:6", 2) == ["cuda:4", "cuda:6"]
+    with pytest.raises(InputError, match="names 2 devices; name one for each"):
+        ranks.rank_devices("cuda:4,cuda:6", 4)

@@ -64,7 +64,7 @@ class Allocator:
         now_s = self.pulse.now_s
         updates_per_s = self.pulse.updates_per_s()
         self.pulse.window_s = max(WINDOW_S, 2 / updates_per_s) if updates_per_s else WINDOW_S
-        if not running:
+        if not (running and all(counts.values())):
             self._settled_s = None
             return None
         if self._settled_s is None:

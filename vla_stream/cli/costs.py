@@ -176,7 +176,8 @@ def _training(updates: Sequence[Record], trainers: _Sums, config: Config) -> dic
     if streaming:
         # A segment that is timed alone takes a little longer; no device is busier than all of the time.
         periods = [1000 * (float(b["time"]) - float(a["time"])) for a, b in itertools.pairwise(last)]
-        fit = min(fit, (median(periods) - steps * step) / count)
+        most = (median(periods) - steps * step) / count
+        fit = min(fit, most) if fit else most  # none is timed alone where all ranks have but one
     a_pass = 0.0 if streaming else 1000 * _median(last, "pass_s") / count * ranks
     return {
         "env_steps": _median(last, "trained_env_steps") / count,

@@ -79,7 +79,7 @@ def find_run(run: str | None, runs_dir: Path) -> str:
 
     if run is None:
         files = sorted(runs_dir.glob(f"*/{URL_FILE}"))
-        living = [path for path in files if server_may_live(path.read_text(encoding="utf-8").strip())]
+        living = [path for path in files if _may_live(path)]
         here = [path.parent.name for path in living or files]
         here = [name for name in here if EVALUATION not in name] or here
         if len(here) != 1:
@@ -89,6 +89,14 @@ def find_run(run: str | None, runs_dir: Path) -> str:
     if not re.fullmatch(RUN_NAME.removesuffix("$"), run):
         raise InputError(f"--run: {run!r} is no run's name, expected letters, digits, - and _, at most 64")
     return run
+
+
+def _may_live(file: Path) -> bool:
+    """What is another user's to read may."""
+    try:
+        return server_may_live(file.read_text(encoding="utf-8").strip())
+    except OSError:
+        return True
 
 
 def find_target(run: str | None, url: str | None, runs_dir: Path) -> Target:

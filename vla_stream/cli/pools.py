@@ -112,7 +112,7 @@ def _attach(
         if other is not None:
             environment |= _other_environment(config, other, flow.specification(), allowed)
     number = count or (config.trainer.ranks if role == "trainer" else 1)
-    if role == "trainer" and (problems := settings.rank_problems(config, number)):
+    if role == "trainer" and (problems := settings.rank_problems(config, number, devices)):
         raise InputError("\n".join(f"trainers -n {number}: {problem}" for problem in problems))
     with Signals() as signals, explained(target.url):
         supervisor = Supervisor(

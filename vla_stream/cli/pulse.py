@@ -12,6 +12,7 @@ from statistics import fmean
 from vla_stream.cli.samples import Record, number
 
 WINDOW_S = 10.0
+GONE_S = 60.0
 MOST_WORKERS = 1000
 MOMENT_S = 1e-3  # no record covers less, whatever it says
 ROLES = ("simulator", "generator", "trainer")
@@ -108,7 +109,8 @@ class Pulse:
         roles: dict[str, str] = {}
         recent = [record for record in self._recent() if record.get("worker", "") in self._last]
         heard = {record.get("worker", "") for record in recent}
-        for record in [*recent, *(last for worker, last in self._last.items() if worker not in heard)]:
+        silent = [last for worker, last in self._last.items() if worker not in heard and not self._gone(last)]
+        for record in [*recent, *silent]:
             worker = str(record.get("worker", ""))
             covered_s = max(MOMENT_S, number(record, "seconds") or 1.0)
             seconds[worker], roles[worker] = seconds[worker] + covered_s, str(record["role"])
@@ -170,6 +172,10 @@ class Pulse:
         since_s = self.now_s - self.window_s
         while self._seconds and (number(self._seconds[0], "time") or 0.0) <= since_s:
             self._seconds.popleft()
+
+    def _gone(self, last: Record) -> bool:
+        """Whether it says so little since it has left: only a trainer's update takes that long."""
+        return last["role"] != "trainer" and (number(last, "time") or 0.0) < self.now_s - GONE_S
 
     def _per_update_second(self, metric: str, *, counted: bool) -> float | None:
         if len(self._updates) < 2:
