@@ -28,7 +28,7 @@ from workers.trainer import Trainer
 DEADLINE_S = 250.0
 B = 4
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 
 class Whole:
@@ -44,11 +44,11 @@ class Whole:
                 "trainer__checkpoint_every": 3,
                 "trainer__ranks": count,
                 "trainer__rank_deadline_s": 60.0,
-                "flow__lease_s": 2.0,
+                "flow__lease_s": 6.0,
                 **changes,
             }
         )
-        self.supervisor = Supervisor(run.url, run.name, run.folder, lease_s=2.0, shm=run.shm)
+        self.supervisor = Supervisor(run.url, run.name, run.folder, lease_s=6.0, shm=run.shm)
         self.told: list[Notice] = []
         for role, number in (("trainer", count), ("generator", 1), ("simulator", 1)):
             self.supervisor.launch(role, number)
@@ -136,14 +136,16 @@ def test_a_whole_run_of_two_ranks_ends_with_all_its_updates_and_its_books_balanc
 def test_kill_9_of_any_rank_starts_all_of_them_from_the_newest_checkpoint(
     whole: Callable[..., Whole], number: int
 ) -> None:
-    bench = whole()
+    bench = whole(trainer__checkpoint_every=1000)
     bench.until(lambda: bench.update() >= 4 and len(bench.ranks()) == 2)
     before = [bench.rank(0), bench.rank(1)]
     os.kill(bench.rank(number), signal.SIGKILL)
     bench.until(lambda: "restarted" in [notice.kind for notice in bench.told])
     bench.until(lambda: all(map(gone, before)))
     bench.finish()
-    assert bench.run.flow.books().outcomes["rolled_back"] > 0, "updates after the checkpoint of update 3 are repeated"
+    assert bench.run.flow.books().outcomes["rolled_back"] > 0, (
+        "all updates since the only checkpoint, of update 0, are repeated"
+    )
     crashed = [notice.text for notice in bench.told if notice.kind == "crashed"]
     assert len(crashed) == 1 and "killed by SIGKILL" in crashed[0]
     assert number == 0 or "rank trainer-1 has ended" in crashed[0]
@@ -151,18 +153,18 @@ def test_kill_9_of_any_rank_starts_all_of_them_from_the_newest_checkpoint(
 
 @pytest.mark.slow
 def test_a_rank_that_is_frozen_counts_as_hung_after_its_deadline(whole: Callable[..., Whole]) -> None:
-    bench = whole(trainer__rank_deadline_s=6.0)
+    bench = whole(trainer__rank_deadline_s=20.0)  # it is in force while ranks start, too
     bench.until(lambda: bench.update() >= 4 and len(bench.ranks()) == 2)
     frozen = bench.rank(1)
     os.kill(frozen, signal.SIGSTOP)
     bench.until(lambda: gone(frozen))
     bench.finish()
-    assert "a rank took longer than trainer.rank_deadline_s, 6 s" in str(bench.told)
+    assert "a rank took longer than trainer.rank_deadline_s, 20 s" in str(bench.told)
 
 
 @pytest.mark.slow
 def test_f48_a_run_goes_on_with_another_number_of_ranks(whole: Callable[..., Whole]) -> None:
-    bench = whole(updates=400)
+    bench = whole(updates=10_000)
     bench.train_on(2)
     for count in (1, 4):
         assert bench.supervisor.launch("trainer", count) == ["trainer-0"]
