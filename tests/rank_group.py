@@ -27,7 +27,7 @@ from vla_stream.plugins import POLICIES, load_class, parse_options
 B = 4
 UPDATES = 5
 FAULTY, NEVER = (1, 3), 10**9
-DEADLINE_S = 120
+DEADLINE_S = 600
 OUTCOMES = "outcomes.json"
 
 
