@@ -58,6 +58,7 @@ def test_what_a_field_may_hold_is_said_in_words() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_options_are_listed_where_no_simulator_and_no_vla_is_installed() -> None:
     script = (
         "import sys\n"

@@ -33,6 +33,9 @@ trainer: {{record_every: 1}}
 """
 
 
+pytestmark = pytest.mark.timeout(400)  # each command imports torch, some of them in several processes
+
+
 @pytest.fixture
 def command(tmp_path: Path) -> Any:
     """(exit code, stdout, stderr) of a command in a folder with mini.yaml, policy.yaml and the interpreter that they
@@ -59,7 +62,6 @@ def command(tmp_path: Path) -> Any:
     return call
 
 
-@pytest.mark.timeout(180)
 def test_a_run_whose_environment_is_only_there_trains_demonstrates_and_evaluates(
     command: Any, tmp_path: Path, run_name: str
 ) -> None:
@@ -79,7 +81,6 @@ def test_check_tries_it_out_there(command: Any) -> None:
     assert f"environment {ENVIRONMENT}: keeps the protocol\n" in shown and "noise on stdout" not in shown
 
 
-@pytest.mark.timeout(300)
 def test_a_run_whose_policy_is_only_there_trains_and_is_evaluated_and_replayed_there(
     command: Any, tmp_path: Path, run_name: str
 ) -> None:

@@ -116,6 +116,7 @@ def test_status_and_top_say_what_holds_the_run_up(
     assert "700 env-steps/s" in shown and "286" in shown and "5 █" in shown
 
 
+@pytest.mark.timeout(180)
 def test_a_look_at_a_run_does_not_wait_for_torch(where: list[str]) -> None:
     # Stopwatches lie on a busy machine; what takes seconds is torch, and what draws.
     script = (

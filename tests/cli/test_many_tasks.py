@@ -88,7 +88,7 @@ def play(folder: Path, environment: str, options: Mapping[str, Mapping[str, Any]
 
 @pytest.mark.slow
 @pytest.mark.maniskill
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("names", [ONE_CAMERA, TWO_CAMERAS], ids=["one camera", "two cameras"])
 def test_two_episodes_of_each_of_ten_maniskill_tasks(tmp_path: Path, names: Sequence[str]) -> None:
     options = {name: {"task": f"{name}-v1", "camera_size": 32} for name in names}
@@ -98,7 +98,7 @@ def test_two_episodes_of_each_of_ten_maniskill_tasks(tmp_path: Path, names: Sequ
 
 @pytest.mark.slow
 @pytest.mark.libero
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 def test_two_episodes_of_a_task_of_each_of_three_libero_suites(tmp_path: Path) -> None:
     options = {suite: {"suite": suite, "tasks": [0], "camera_size": 32, "settle_steps": 0} for suite in SUITES}
     assert play(tmp_path, "libero", options, interpreter("libero")) == list(SUITES.values())
@@ -106,7 +106,7 @@ def test_two_episodes_of_a_task_of_each_of_three_libero_suites(tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.metaworld
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 def test_two_episodes_of_each_of_five_metaworld_tasks(tmp_path: Path) -> None:
     options = {task: {"tasks": [task], "camera_size": 32} for task in META_WORLD}
     assert play(tmp_path, "metaworld", options, interpreter("metaworld")) == [
@@ -115,7 +115,7 @@ def test_two_episodes_of_each_of_five_metaworld_tasks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["Pendulum-v1", "CartPole-v1", "MountainCarContinuous-v0"])
 def test_two_episodes_of_each_of_three_gymnasium_ids(tmp_path: Path, name: str) -> None:
     assert play(tmp_path, "gymnasium", {name: {"id": name}}, None) == [name]

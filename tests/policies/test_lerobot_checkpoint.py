@@ -48,6 +48,7 @@ def options(cls: Any, folder: Path, **more: Any) -> Any:
     return parse_options(cls, {"checkpoint": str(folder), "vlm": str(folder / "vlm"), **more}, "policy.options")
 
 
+@pytest.mark.timeout(180)
 def test_a_whole_folder_is_taken_without_lerobot_or_transformers(tmp_path: Path) -> None:
     folder = write(tmp_path / "policy")
     code = (

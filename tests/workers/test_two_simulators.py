@@ -64,7 +64,7 @@ def test_a_run_trains_on_two_different_simulators_and_goes_on_with_the_other_alo
             before = update(run)
             processes.wait_for(lambda: update(run) >= before + 4, "updates with the other simulator alone")
             pool.send_signal(signal.SIGINT)
-            assert pool.wait(30) == 0
+            assert pool.wait(100) == 0
         finally:
             pool.kill()
             pool.communicate()
