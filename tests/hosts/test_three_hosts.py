@@ -22,10 +22,10 @@ from vla_stream.streams.keys import Keys
 
 PORT = 6379
 CUT_S = 20.0  # longer than any deadline of a command, and than two leases
-UPDATES = 24
-DEADLINE_S = 120.0
+UPDATES = 40
+DEADLINE_S = 240.0
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @dataclass
@@ -91,7 +91,7 @@ def site(tmp_path: Path, run_name: str) -> Iterator[Site]:
         options += [str(certificate), "--unixsocket", str(tmp_path / "redis.sock"), *deployed_options(tmp_path)]
         log = tmp_path / "redis.log"
         hosts["C"].start([debian_server(tmp_path), DEPLOY / "redis.conf", *options], log)
-        deadline_s = time.monotonic() + 20
+        deadline_s = time.monotonic() + 60
         while not (tmp_path / "redis.sock").exists():
             assert time.monotonic() < deadline_s, log.read_text()
             time.sleep(0.05)
@@ -108,7 +108,7 @@ def test_a_run_over_three_hosts_survives_a_cut_cable_and_a_fourth_host_makes_it_
         "simulators": {"count": 0, "slots": 1, "envs_per_slot": 2, "segment": {"steps": 4}},
         "generators": {"count": 0, "max_batch_size": 8, "max_wait_ms": 5},
         "trainer": {"segments_per_update": 4, "epochs": 1, "critic_warmup_updates": 0},
-        "flow": {"lease_s": 4.0},
+        "flow": {"lease_s": 9.0},
         "evaluation": {"episodes": 0},
     }
     (site.folder / "config.yaml").write_text(json.dumps(config))
@@ -119,22 +119,25 @@ def test_a_run_over_three_hosts_survives_a_cut_cable_and_a_fourth_host_makes_it_
     site.wait_for(lambda: site.update() >= 2, "two updates")
 
     site.hosts["B"].pull_cable()
+    pulled_at = site.update()
     time.sleep(CUT_S)
     stood_at = site.update()
     site.hosts["B"].plug_cable()
-    assert stood_at <= 5, "without a generator there is data for the updates that were paid for, and no more"
+    assert stood_at <= pulled_at + 3, (
+        "without a generator there is data for the updates that were paid for, and no more"
+    )
     site.wait_for(lambda: site.update() >= stood_at + 2, "updates after the cable was plugged in again")
 
     alone_s = site.seconds_per_update(3)
     pools.append(site.start("D", "simulator", "simulators", "-n", "4"))
     site.wait_for(lambda: len(site.simulators()) == 6, "simulators of the fourth host")
     together_s = site.seconds_per_update(6)
-    assert alone_s > 1.5 * together_s, (alone_s, together_s)
+    assert alone_s > 1.2 * together_s, (alone_s, together_s)
 
     assert trainer.wait(DEADLINE_S) == 0, site.logs()
     shown = (site.folder / "C-launcher.log").read_text()
     for pool in pools:
-        assert pool.wait(30) == 0, site.logs()
+        assert pool.wait(120) == 0, site.logs()
     last = [json.loads(line) for line in (site.folder / f"runs/{site.run}/metrics.jsonl").read_text().splitlines()]
     books = next(record for record in reversed(last) if "balance" in record)
     assert books["balance"] == 0 and books["trained"] == 4 * UPDATES, books
