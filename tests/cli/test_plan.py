@@ -10,9 +10,12 @@ import pytest
 from measured_run import CONFIG, run
 
 from vla_stream.broker.connection import Client
+from vla_stream.cli.folder import RunFolder
 from vla_stream.cli.main import call
+from vla_stream.cli.plan import calibrate
 from vla_stream.cli.samples import Record, append
-from vla_stream.config import load
+from vla_stream.config import Config, load, validate
+from vla_stream.errors import RunFailed
 from vla_stream.flow import Flow
 from vla_stream.streams import notices
 from vla_stream.streams.keys import Keys
@@ -93,6 +96,23 @@ def test_errors_are_one_line_and_name_the_remedy(runs: Path, tmp_path: Path, cap
         assert call(["plan", *arguments, "--runs", str(runs)]) == 2
         said = capfd.readouterr().err
         assert said.count("\n") == 1 and expected in said, said
+
+
+def test_the_short_run_of_a_config_with_evaluations_beside_the_run_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(TINY + "evaluation: {episodes: 4, every: 20}\n")
+    tried = list[Config]()
+
+    def opened(config: Config, **_: object) -> None:
+        tried.append(config)
+        raise RunFailed("enough")
+
+    monkeypatch.setattr(RunFolder, "open", opened)
+    with pytest.raises(RunFailed, match="enough"):
+        calibrate(load([file]), 4)
+    assert validate(tried[0].model_dump(mode="json")).evaluation.every == 0
 
 
 @pytest.mark.slow

@@ -131,7 +131,7 @@ def calibrate(config: Config, updates: int) -> tuple[Config, list[Record]]:
         "runs_dir": scratch,
         "updates": updates,
         "pretrain": config.pretrain if imitates else None,  # as good or bad, a policy takes its time
-        "evaluation": config.evaluation.model_copy(update={"episodes": 0}),
+        "evaluation": config.evaluation.model_copy(update={"episodes": 0, "every": 0}),
         "trainer": config.trainer.model_copy(update=trainer),
         "allocation": None,
         "tracking": Tracking(),
