@@ -205,6 +205,21 @@ def test_prune_keeps_the_newest_and_the_protected(tmp_path: Path) -> None:
     assert names(tmp_path) == ["000040", "000080", "000100"]
 
 
+def test_a_mark_that_is_made_while_another_process_prunes_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Path.replace
+
+    def replace(self: Path, target: Path) -> Path:
+        checkpoint.prune(tmp_path, keep=1)
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "replace", replace)
+    (tmp_path / ".best").symlink_to("000020")  # as a crash leaves it
+    checkpoint.mark(tmp_path, checkpoint.BEST, 40)
+    assert names(tmp_path) == ["best"] and checkpoint.marked(tmp_path, checkpoint.BEST) == "000040"
+
+
 def test_prune_and_save_take_a_symbolic_link_away_and_leave_what_it_points_to(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     for update in (20, 40, 60):

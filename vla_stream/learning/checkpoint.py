@@ -162,10 +162,10 @@ def marked(folder: Path, mark: str) -> str | None:
 
 def mark(folder: Path, mark: str, update: int) -> None:
     """From now on that one has it. Raises OSError."""
-    link = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=folder)) / mark
+    link = folder / f".{mark}"  # `prune`, of another process, sweeps what is called unfinished
+    link.unlink(missing_ok=True)
     link.symlink_to(f"{update:06d}")
     link.replace(folder / mark)
-    link.parent.rmdir()
 
 
 def unmark(folder: Path, mark: str) -> None:
