@@ -63,13 +63,13 @@ def save(folder: Path, file: Path, update: int, seed: int = 0) -> Path:
 
 
 @pytest.fixture
-def evaluate(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+def evaluate(file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Any:
     """Calls eval in this process, and returns what it prints."""
 
     def run(*arguments: str, expected: int = 0, inline: bool = True) -> str:
         place = str(tmp_path / "checkpoints" / "best")
         code = call(["eval", str(file), "--checkpoint", place, *arguments, *(["--inline"] if inline else [])])
-        shown = capsys.readouterr()
+        shown = capfd.readouterr()
         assert code == expected, shown.err
         return shown.err if expected else shown.out
 
@@ -183,13 +183,26 @@ def test_checkpoints_are_evaluated_one_after_the_other_with_the_same_noise_also_
     assert found[1] == found[3] == both[1] and "no such folder" in found[2]["error"]
 
 
-def test_an_evaluations_own_config_is_not_trained(evaluate: Any, tmp_path: Path, capsys: Any) -> None:
+def test_what_classes_print_does_not_come_between_the_results(evaluate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    act = Linear.act
+
+    def chatty(self: Linear, observations: Observations, noise_keys: np.ndarray | None) -> Act:
+        print("acting")
+        os.write(1, b"acting\n")
+        return act(self, observations, noise_keys)
+
+    monkeypatch.setattr(Linear, "act", chatty)
+    assert json.loads(evaluate("--json", "--episodes", "9"))["episodes"] == 9
+    assert "acting" in evaluate("--episodes", "9"), "and afterwards stdout is what it was"
+
+
+def test_an_evaluations_own_config_is_not_trained(evaluate: Any, tmp_path: Path, capfd: Any) -> None:
     found = evaluate("--json", "--episodes", "9")
     config = tmp_path / "runs" / "mini.eval" / "config.yaml"
-    assert call(["run", str(config)]) == 2 and "held_out is set" in capsys.readouterr().err
+    assert call(["run", str(config)]) == 2 and "held_out is set" in capfd.readouterr().err
     place = str(tmp_path / "checkpoints" / "best")
     assert call(["eval", str(config), "--checkpoint", place, "--json", "--inline"]) == 0
-    assert capsys.readouterr().out == found, "but evaluated as before"
+    assert capfd.readouterr().out == found, "but evaluated as before"
 
 
 def test_weights_of_another_policy_are_refused_in_one_line(evaluate: Any, file: Path) -> None:

@@ -64,7 +64,7 @@ def test_an_export_holds_the_weights_the_config_and_a_card(
 
 
 def test_an_exported_policy_is_loaded_and_evaluated_like_a_checkpoint(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "shared"
     assert call(["export", str(output), "--checkpoint", str(run / "checkpoints" / "000020")]) == 0
@@ -72,9 +72,9 @@ def test_an_exported_policy_is_loaded_and_evaluated_like_a_checkpoint(
     policy = make_policy(config, Tabletop(1, 40, Tabletop.Options()).specification, torch.device("cpu"))
     load_policy(policy, output)
     assert isinstance(policy, Tiny) and next(policy.parameters()).detach().flatten()[0] == 20
-    capsys.readouterr()
+    capfd.readouterr()
     assert call(["eval", str(output / "config.yaml"), "--checkpoint", str(output), "--episodes", "1", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["episodes"] == 1
+    assert json.loads(capfd.readouterr().out)["episodes"] == 1
 
 
 def test_what_stands_in_the_way_is_one_line_and_nothing_is_written(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import click
 
@@ -73,6 +75,7 @@ def evaluate(
     It is a run of its own, NAME.eval, with as many simulators and generators as the config says.
     """
     follow_launcher()
+    results = click.get_current_context().with_resource(apart()) if as_json else None
     words = word_replacement(replace) if replace else {}
 
     from vla_stream import config as settings
@@ -106,19 +109,34 @@ def evaluate(
             )
             result["videos"] = [str(file) for file in shot]
         if as_json:
-            click.echo(json.dumps(result | {"successes": evaluator.outcomes.success.astype(int).tolist()}))
+            result["successes"] = evaluator.outcomes.success.astype(int).tolist()
+            click.echo(json.dumps(result), file=results)
         else:
             show(place, result, evaluator.outcomes)
 
     def refuse(place: Path, error: InputError) -> None:
         if place in given:
             raise error
-        click.echo(json.dumps({"checkpoint": str(place), "error": str(error)}))
+        click.echo(json.dumps({"checkpoint": str(place), "error": str(error)}), file=results)
 
     places = held_out.Places(given)
     if STDIN in checkpoints:
         places.follow(iter(sys.stdin.readline, ""))
     held_out.play(played, url or os.environ.get(URL_VARIABLE) or None, places, take, refuse, inline=inline)
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[IO[str]]:
+    """Where results go; all else on stdout goes to stderr, since simulators and models print when they are imported."""
+    sys.stdout.flush()
+    with os.fdopen(os.dup(1), "w") as results:
+        os.dup2(2, 1)
+        try:
+            with contextlib.redirect_stdout(sys.stderr):
+                yield results
+        finally:
+            sys.stdout.flush()
+            os.dup2(results.fileno(), 1)
 
 
 def summary(played: Config, place: Path, outcomes: Outcomes) -> dict[str, Any]:
