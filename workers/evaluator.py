@@ -47,6 +47,7 @@ class Evaluator:
         self._missing = set[int]()
         self._update, self._next_look_s = -1, 0.0
         self._generation = ""
+        self._cut_off = False  # in the last step, by the server: its answer may be pending
         self.intake.epoch = EPOCH
 
     @property
@@ -59,7 +60,9 @@ class Evaluator:
         return self.config.evaluation.episodes - len(self._missing)
 
     def begin(self, place: Path) -> None:
-        """Have the policy of this checkpoint played. Raises InputError: it cannot be read."""
+        """Have the policy of this checkpoint played; to be repeated where the server was away meanwhile.
+
+        Raises InputError: it cannot be read."""
         data = checkpoint.policy_bytes(place)
         self.outcomes = Outcomes.blank(self.config.evaluation.episodes)
         self.actions.clear()
@@ -78,12 +81,13 @@ class Evaluator:
         except Expired as exc:  # it was taken over, and only the answer was lost
             raise PlayedInVain(LOST) from exc
         state = self.flow.state()
+        self.intake.recover(())
+        self._weights.keep(upload)
+        # Nothing is asked of the server from here on.
         self._generation = "" if state is None else state.generation
         self._update = update
-        self._weights.keep(upload)
         self._taken.clear()
         self.worker.version = update + 1
-        self.intake.recover(self._taken)
 
     def step(self, block_ms: int | None) -> bool:
         """Take what was played; True when there was any.
@@ -91,13 +95,15 @@ class Evaluator:
         Raises PlayedInVain, or RunFailed where an environment fails at the same seeds again and again."""
         if self.worker.generation not in ("", self._generation):
             raise PlayedInVain(LOST)
-        before = self.played
+        if self._cut_off:
+            self.intake.recover(self._taken)
+        self._cut_off, before = True, self.played
         self.intake.collect(len(self.plan.parts), block_ms, self._taken)
-        for held in list(self.intake.held.values()):
+        for member, held in list(self.intake.held.items()):
             self._take(held.trajectory)
             self._taken[held.entry.id] = held.consumed
+            del self.intake.held[member]
             self.intake.remove_payloads(held.trajectory)
-        self.intake.held.clear()
         self.worker.progress += self.played - before
         if time.monotonic() > self._next_look_s:
             self._next_look_s = time.monotonic() + LOOK_S
@@ -105,6 +111,7 @@ class Evaluator:
             given_up = self.flow.books().given_up
             if given_up:
                 raise RunFailed(f"episodes of {given_up} tickets failed three times, so that there is no whole result")
+        self._cut_off = False
         return self.played > before
 
     def _take(self, trajectory: Trajectory) -> None:

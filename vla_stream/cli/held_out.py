@@ -251,6 +251,10 @@ class _Session:
                 place, self.place = self.place, None
                 self.refuse(place, exc)
                 return True
+            except UNREACHABLE:  # it is begun again when the server is back
+                self.places.give_back(self.place)
+                self.place = None
+                raise
         self.evaluator.step(block_ms)
         self._tell_progress(self.evaluator)
         if self.evaluator.done:
