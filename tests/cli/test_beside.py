@@ -104,11 +104,10 @@ def test_a_damaged_evaluation_is_none(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("trainer_every", "evaluation", "words"),
-    [(2, {"every": 3}, "make every a multiple"), (2, {"every": 2, "episodes": 0}, "raise episodes")],
+    ("evaluation", "words"), [({"every": 3}, "make every a multiple"), ({"every": 2, "episodes": 0}, "raise episodes")]
 )
 def test_what_cannot_be_evaluated_beside_a_run_is_refused(
-    config: Config, trainer_every: int, evaluation: dict[str, int], words: str
+    config: Config, evaluation: dict[str, int], words: str
 ) -> None:
     with pytest.raises(InputError, match=rf"evaluation.every is {evaluation['every']} but .*; .*{words}"):
         configs.validate(config.model_dump(mode="json") | {"evaluation": evaluation})
@@ -195,6 +194,7 @@ def test_what_was_evaluated_beside_the_run_is_not_played_again_at_its_end(config
 def test_a_run_tells_what_its_evaluations_found_and_ends_them_with_itself(config: Config, tmp_path: Path) -> None:
     folder, main = tmp_path / "runs" / "whole", [sys.executable, "-m", "vla_stream.cli.main"]
     flags = ["--set", f"runs_dir={tmp_path / 'runs'}", "--set", "updates=100000", "--run", "whole", "--plain"]
+    flags += ["--set", "environment.options.step_s=0.05"]  # else it leaves an evaluation no core
     process = subprocess.Popen(
         [*main, "run", str(tmp_path / "mini.yaml"), *flags], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
