@@ -113,6 +113,93 @@ def test_what_cannot_be_evaluated_beside_a_run_is_refused(
         configs.validate(config.model_dump(mode="json") | {"evaluation": evaluation})
 
 
+class Played:
+    """Instead of a helper: the test says what it prints, and when it ends."""
+
+    def __init__(self, name: str, arguments: list[str], output: Path, log: Path, *, follows: bool) -> None:
+        self.output, self.log, self.process, self.fed = output, log, self, list[str]()
+        self.returncode: int | None = None
+        output.write_bytes(b"")
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def feed(self, line: str) -> None:
+        if self.returncode is not None:
+            raise BrokenPipeError(32, "Broken pipe")
+        self.fed.append(line)
+
+    def print(self, text: str) -> None:
+        with self.output.open("a") as file:
+            file.write(text)
+
+    def last_word(self) -> str:
+        return "Killed"
+
+    def kill(self) -> None:
+        """It has ended."""
+
+
+Fixture = tuple[Beside, list[str], Callable[[], Played]]
+
+
+@pytest.fixture
+def played(config: Config, monkeypatch: pytest.MonkeyPatch) -> Fixture:
+    """And what gives its present helper."""
+    monkeypatch.setattr(beside, "Helper", Played)
+    told = list[str]()
+    made = Beside(config, told.append)
+
+    def helper() -> Played:
+        assert isinstance(made._helper, Played)
+        return made._helper
+
+    return made, told, helper
+
+
+def test_whatever_else_is_printed_beside_the_results_is_passed_over(config: Config, played: Fixture) -> None:
+    made, told, helper = played
+    place = save(config, 2)
+    assert made.look() is None
+    for text in ("Loading…\n", "7\n", '{"checkpoint": "another"}\n', "[" * 100_000 + "\n", "{half"):
+        helper().print(text)
+        assert made.look() is None and made._asked == place
+    line = json.dumps(result(0.5) | {"checkpoint": str(place)})
+    helper().print(f"\nmore\n{line}")
+    assert made.look() is None, "its line is not whole yet"
+    helper().print("\n")
+    found = made.look()
+    assert found is not None and found["success"] == 0.5 and told == []
+
+
+def test_an_evaluation_that_died_idle_is_noticed_and_another_one_asked(config: Config, played: Fixture) -> None:
+    made, told, helper = played
+    place = save(config, 2)
+    made.look()
+    first = helper()
+    # Its last result is read, though it has ended.
+    first.print(json.dumps(result(0.5) | {"checkpoint": str(place)}) + "\n")
+    first.returncode = -9
+    assert made.look() is not None and told == []
+    place = save(config, 4)
+    made.look()
+    assert len(told) == 1 and "Killed; it begins anew" in told[0]
+    assert helper() is not first and helper().fed == [str(place)]
+
+
+def test_a_checkpoint_that_is_refused_is_not_asked_again_but_the_next_one_is(config: Config, played: Fixture) -> None:
+    made, told, helper = played
+    places = [save(config, 2)]
+    made.look()
+    helper().print(json.dumps({"checkpoint": str(places[0]), "error": "damaged"}) + "\n")
+    for _ in range(3):
+        assert made.look() is None
+    assert len(told) == 1 and "damaged" in told[0] and helper().fed == [str(places[0])]
+    places.append(save(config, 4))
+    made.look()
+    assert helper().fed == [str(place) for place in places]
+
+
 @pytest.fixture
 def running(config: Config) -> Iterator[tuple[Beside, list[str]]]:
     told = list[str]()

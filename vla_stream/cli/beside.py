@@ -34,6 +34,7 @@ class Beside:
         self.folder = config.run_dir / CHECKPOINTS
         self._helper: Helper | None = None
         self._asked: Path | None = None  # that it evaluates now
+        self._answered: Path | None = None  # the last one, whatever the answer: it is not asked again
         self._read_bytes = 0
         self._budget = RestartBudget()
         self._refused = False
@@ -41,12 +42,15 @@ class Beside:
 
     def look(self) -> dict[str, float] | None:
         """Hand out the newest checkpoint if it is due and the last one is done; the figures of one that is done now."""
-        found = self._result() if self._asked is not None else None
-        if self._asked is not None:
+        ended = self._helper is not None and self._helper.process.poll() is not None
+        found = self._result()
+        if found is not None:
+            return found
+        if ended:  # before its output was read, so none of that is unread
             self._notice_an_end()
-        elif found is None and not self._refused:
+        if self._asked is None and not self._refused:
             self._ask()
-        return found
+        return None
 
     def close(self) -> None:
         """End it, in whatever it is."""
@@ -59,7 +63,9 @@ class Beside:
     def _ask(self) -> None:
         places = checkpoint.places(self.folder)
         place = next((p for p in reversed(places) if int(p.name) % self.config.evaluation.every == 0), None)
-        if place is None or is_of(self.config, checkpoint.evaluation(place)) or time.monotonic() < self._not_before_s:
+        if place is None or place == self._answered or time.monotonic() < self._not_before_s:
+            return
+        if is_of(self.config, checkpoint.evaluation(place)):
             return
         if self._helper is None and not self._budget.take(time.monotonic()):
             self._refused = True
@@ -79,29 +85,35 @@ class Beside:
         self._asked = place
 
     def _result(self) -> dict[str, float] | None:
-        assert self._helper is not None
-        try:
-            with self._helper.output.open("rb") as file:
-                file.seek(self._read_bytes)
-                line = file.readline()
-        except OSError:
+        place, result = self._asked, self._answer()
+        if place is None or result is None:
             return None
-        if not line.endswith(b"\n"):
-            return None  # not whole yet
-        self._read_bytes += len(line)
-        place, self._asked = self._asked, None
-        assert place is not None
-        result: dict[str, Any] = json.loads(line)
+        self._answered, self._asked = place, None
         if "error" in result:
             self.tell(f"{NAME}: {result['error']}")
             return None
         keep(self.config, place, result, self.tell)
         return figures(place, result)
 
+    def _answer(self) -> dict[str, Any] | None:
+        """Of what was asked; other lines are whatever somebody's class printed, and are passed over."""
+        if self._helper is None:
+            return None
+        with contextlib.suppress(OSError), self._helper.output.open("rb") as file:
+            file.seek(self._read_bytes)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break  # not whole yet
+                self._read_bytes += len(line)
+                with contextlib.suppress(ValueError, RecursionError):
+                    result = json.loads(line)
+                    if isinstance(result, dict) and result.get("checkpoint") == str(self._asked):
+                        return result
+        return None
+
     def _notice_an_end(self) -> None:
         helper = self._helper
-        if helper is None or helper.process.poll() is None:
-            return
+        assert helper is not None
         last = helper.last_word().removeprefix("Error: ") or f"exit code {helper.process.returncode}"
         self._refused = helper.process.returncode == EXIT_BAD_INPUT
         then = "it is left out from now on" if self._refused else "it begins anew"
