@@ -1,4 +1,4 @@
-"""Dynamic batching: when a generator sends which requests to its device (DESIGN §7). Pure; knows nothing of Redis.
+"""Dynamic batching: when a generator sends which requests to its device. Pure; knows nothing of Redis.
 
 A batch is sent when its rows reach `max_rows` or the next request would pass it, or when the oldest request's age
 reaches `max_wait_ms`. Rows are environments, not messages. Requests of different shapes never share a batch.

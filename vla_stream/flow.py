@@ -1,4 +1,4 @@
-"""Flow control: the life of a run, its tickets and permits, and its books (DESIGN §5).
+"""Flow control: the life of a run, its tickets and permits, and its books.
 
 Every change is one atomic script (broker/scripts.py); this module gives them names and types. All calls may raise what
 broker/connection.py lists as UNREACHABLE; and Garbled, which is waited for in the same way, where somebody else wrote

@@ -1,8 +1,8 @@
 """How many environment steps per second a run will make: discrete-event simulation of its rules. Times are in ms.
 
-Batches of environments, slots, permits, batching and the trainer's order of work are those of DESIGN §2, §5 and §7;
-what each stage takes is given. Nothing is measured here: cli/costs.py takes the times from a run's metrics,
-tools/bench/model.py from the options of emulated profiles. `plan` and the benchmarks share this file.
+Batches of environments, slots, permits, batching and the trainer's order of work are those of flow.py, batching.py and
+workers/trainer.py; what each stage takes is given. Nothing is measured here: cli/costs.py takes the times from a run's
+metrics, tools/bench/model.py from the options of emulated profiles. `plan` and the benchmarks share this file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Seeds that depend on what is simulated, never on who serves it, in what batch, or how often (DESIGN §6)."""
+"""Seeds that depend on what is simulated, never on who serves it, in what batch, or how often."""
 
 from __future__ import annotations
 

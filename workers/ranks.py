@@ -200,7 +200,7 @@ class Leader:
     def __init__(self, learner: Learner, group: Group) -> None:
         self._learner, self._group = learner, group
         self._waiting: list[Segment] = []
-        self.at_once = group.count
+        self.rank_count = group.count
 
     @property
     def version(self) -> int:

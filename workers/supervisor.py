@@ -1,7 +1,7 @@
 """Starts, watches, restarts and stops worker processes of one run on this host.
 
 `step()` does one round and returns what people should be told; it never blocks for long. Only the supervisor that owns
-a pid kills it (DESIGN §6). Processes are started from the thread that calls `launch` and `step`: workers die with it.
+a pid kills it. Processes are started from the thread that calls `launch` and `step`: workers die with it.
 """
 
 from __future__ import annotations

@@ -197,7 +197,7 @@ class Trainer:
             oldest = next(iter(self._held.values()))
             if not self.intake.is_stale(oldest, self.version):
                 try:
-                    self._add(self.learner.at_once)
+                    self._add(self.learner.rank_count)
                 except Exception:
                     self._begin_anew()  # the update at hand comes first; the next step meets it again
 
@@ -222,9 +222,9 @@ class Trainer:
     def _give(self, segment: Segment) -> None:
         """In streaming, of the first updates one segment of every rank is timed alone, from an idle device until it has
         computed it: not the first, which is computed while the update before is published."""
-        ranks = self.learner.at_once
+        count = self.learner.rank_count
         # With this one the ranks have their second segments, and train them.
-        timed = self.config.trainer.update == "streaming" and len(self._added) == 2 * ranks - 1
+        timed = self.config.trainer.update == "streaming" and len(self._added) == 2 * count - 1
         if not timed or self._timed == TIMED_UPDATES:
             self.learner.add(segment)
             return
@@ -233,7 +233,7 @@ class Trainer:
         started_s = time.monotonic()
         self.learner.add(segment)
         self.learner.settle()
-        self._fit = ranks * int(segment.valid.sum()), time.monotonic() - started_s
+        self._fit = count * int(segment.valid.sum()), time.monotonic() - started_s
 
     def _begin_anew(self) -> None:
         """The next update begins anew: what the learner has of it is forgotten, and its segments are held as before."""
@@ -347,7 +347,7 @@ class Trainer:
         last one (on a CPU nothing is: there steps are a part of `fit_s`). `apart`: devices compute while their process
         goes on. took_s: to finish the update, of which the last `settled_s` were such waiting."""
         learner = self.learner
-        costs = {"devices": float(learner.devices), "ranks": float(learner.at_once), "apart": float(learner.apart)}
+        costs = {"devices": float(learner.devices), "ranks": float(learner.rank_count), "apart": float(learner.apart)}
         if self.config.trainer.update == "buffered":
             steps = result.metrics.get("optimiser_steps", 0.0)
             self._fit = result.samples, max(0.0, took_s - steps * settled_s)

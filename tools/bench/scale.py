@@ -4,11 +4,11 @@ Weak scaling: environments, segments per update, generators and devices that tra
 own ratio, so that an update takes as long on any number.
 
 What is modelled of the servers: each moves so many bytes per second, first come, first served. An observation is
-written once and read twice (DESIGN §3); requests of a batch and their bytes are on its partition's server, weights on
+written once and read twice; requests of a batch and their bytes are on its partition's server, weights on
 one of their own where there are several. Pulls of weights take what observations leave; while they last, an
 observation on that server waits for one chunk of 2 MiB per puller, when it is written and when it is read. A version
 that takes longer than an update is not waited for: readers go on with the newest, by all deltas up to it. Generators
-infer by older weights meanwhile, until a request demands newer ones (DESIGN §5). An upload is part of an update.
+infer by older weights meanwhile, until a request demands newer ones. An upload is part of an update.
 
 Not built yet, only modelled: partitions, one pull per host, readers that need no base while they have the weights
 before it, uploads in the background, weights on several servers. Not modelled: latency of a network, and collectives
@@ -43,7 +43,7 @@ from vla_stream.model import After, Stages, lognormal, simulate
 FILES = {"json": "scale.json", "plot": "scale.png"}
 GPUS = (8, 16, 32, 64, 128, 256)
 HOST_GPUS = 8
-SERVER_GB_S = 1.5  # what one Redis moves, by the project's issue 8; `bench broker` measures it for a machine
+SERVER_GB_S = 1.5  # what one Redis moves; `bench broker` measures it for a machine
 WEIGHTS_GB = 7.0  # π0.5 in bf16: 3.3 billion parameters
 DELTA = 0.05  # of the full bytes: `bench weights` measures it
 BASE_EVERY = 20  # trainer.weights_base_every

@@ -1,4 +1,4 @@
-"""Lua scripts: the only writers of permits, tickets and books (DESIGN §5). Each runs atomically on the server.
+"""Lua scripts: the only writers of permits, tickets and books. Each runs atomically on the server.
 
 Shared words: a member is `<ticket>.<attempt>`; the zset `permits` is scored by lease expiry (ms, server time),
 `published` and `refunded` (waiting to be given out, under the attempt that failed, or 0) by ticket, `kept` (trained,

@@ -113,7 +113,7 @@ def calibrate(config: Config, updates: int) -> tuple[Config, list[Record]]:
     """A short run: its config, which is not streaming (cli/costs.py), and its records. Its folder stays if it fails.
 
     Raises RunFailed, InputError, click.Abort."""
-    from vla_stream.cli.check import check_classes, check_files
+    from vla_stream.cli.check import check_classes, check_files, check_policy
     from vla_stream.cli.folder import RunFolder
     from vla_stream.cli.launch import Launch, server_for
     from vla_stream.cli.run import prepare
@@ -122,6 +122,7 @@ def calibrate(config: Config, updates: int) -> tuple[Config, list[Record]]:
     from vla_stream.config import Tracking
 
     check_classes(config)
+    check_policy(config)
     check_files(config)
     imitates = config.algorithm.imitation_coefficient > 0
     trainer = {"update": "buffered", "optimiser_steps": 1, "critic_warmup_updates": 0, "record_every": 0}

@@ -61,7 +61,7 @@ def gae(
 def normalise(advantages: Tensor) -> Tensor:
     """(A − mean) ÷ std over all elements, std with divisor n; float64 inside. For the whole batch of one update.
 
-    Called once per update, never on a minibatch: a minibatch of failures alone would lose its sign (NUMERICS).
+    Called once per update, never on a minibatch: a minibatch of failures alone would lose its sign.
     """
     exact = advantages.double()
     # 1e-8: equal advantages (nothing to learn from) become 0 rather than amplified rounding.

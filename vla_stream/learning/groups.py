@@ -12,7 +12,7 @@ from torch import Tensor
 
 Length = Literal["own", "max"]
 
-# Of NUMERICS: far below the standard deviation of any two returns that differ.
+# Far below the standard deviation of any two returns that differ.
 EPSILON = 1e-6
 
 

@@ -114,10 +114,10 @@ class Learner:
     version         of the current weights: to be set before the first `add` of an update
     reference       what `algorithm.reference_kl_coefficient` needs: the policy that the run began with
     demonstrations  what `algorithm.imitation_coefficient` needs
-    at_once         so many segments make one `add`: see workers/ranks.py
+    rank_count      so many segments make one `add`: see workers/ranks.py
     """
 
-    at_once = 1
+    rank_count = 1
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What policies that denoise action chunks by flow matching share (π0, π0.5, SmolVLA, GR00T): sampling with a density,
+"""What policies that denoise action chunks by flow matching share (π0, π0.5, SmolVLA): sampling with a density,
 log-probs, values, imitation, statistics. A network is two functions: what does not change while a chunk is denoised,
 and the velocity at a point of the way.
 

@@ -1,4 +1,4 @@
-"""What the policies of LeRobot share here (smolvla.py, pi05.py, groot.py): the folder that they come from, their
+"""What the policies of LeRobot share here (smolvla.py, pi05.py): the folder that they come from, their
 cameras, and what is trained. How they are sampled and trained: flow_policy.py.
 
 LeRobot excludes versions that other simulators and policies want. It has an environment of its own: `tools/setup
@@ -210,7 +210,7 @@ def load_weights(policy: Any, folder: Path) -> None:
     state = load_file(folder / pretrained.WEIGHTS)
     if hasattr(policy, "_fix_pytorch_state_dict_keys"):  # names of openpi's
         state = policy._fix_pytorch_state_dict_keys(state, policy.config)
-    state = {name if name.startswith(("model.", "_groot_model.")) else f"model.{name}": x for name, x in state.items()}
+    state = {name if name.startswith("model.") else f"model.{name}": x for name, x in state.items()}
     tied = _names_of_tied(policy)
     lost, unknown = policy.load_state_dict(state, strict=False)
     lost = sorted(name for name in lost if not any(other in state for other in tied.get(name, ())))
