@@ -54,8 +54,10 @@ export VLA_STREAM_REDIS="redis://:$password@${nodes[0]}:$port/0"
 
 pools=()
 end() {
-    kill "${pools[@]}" 2>/dev/null || true  # srun passes it on, and pools drain
-    wait "${pools[@]}" 2>/dev/null || true
+    if [ ${#pools[@]} -gt 0 ]; then  # without pids `wait` waits for all, the server too
+        kill "${pools[@]}" 2>/dev/null || true  # srun passes it on, and pools drain
+        wait "${pools[@]}" 2>/dev/null || true
+    fi
     kill $redis 2>/dev/null || true
     rm -rf "$folder"
 }
