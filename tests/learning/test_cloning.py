@@ -16,7 +16,7 @@ from vla_stream.config import Pretrain
 from vla_stream.environments.protocol import EnvironmentBatch, Observations, Specification, StepResult
 from vla_stream.environments.tabletop import Tabletop
 from vla_stream.errors import InputError
-from vla_stream.evaluation import evaluate
+from vla_stream.evaluation import evaluate, replacer
 from vla_stream.learning.cloning import (
     Demonstrations,
     Scenes,
@@ -292,5 +292,5 @@ def test_the_quick_start_begins_mediocre_and_already_listens_to_the_colour() -> 
     warm_start(policy, demonstrations, collect_scenes(batch, pretrain.grounding_scenes, pretrain.seed), pretrain)
     held_out = range(10_000_000, 10_000_200)
     assert 0.3 <= evaluate(policy, batch, chunk, held_out).success.mean() <= 0.6
-    other_colour = word_replacement("red=green,green=blue,blue=red")
+    other_colour = replacer(word_replacement("red=green,green=blue,blue=red"))
     assert evaluate(policy, batch, chunk, held_out, other_colour).success.mean() < 0.1
