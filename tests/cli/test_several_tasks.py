@@ -38,9 +38,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.timeout(240)
-def test_a_run_of_two_tasks_ends_with_figures_of_each(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_two_tasks_ends_with_figures_of_each(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert call(["run", "mine.yaml", "--run", "two", "--plain"]) == 0
-    shown = capsys.readouterr().out
+    shown = capfd.readouterr().out
     assert "3 demonstrations" in shown and "6 scenes" in shown
     assert "\n  near: " in shown and "on 3 of them" in shown and "\n  far: " in shown and "on 2 of them" in shown
     place = folder / "runs" / "two"
@@ -63,7 +63,7 @@ def test_a_run_of_two_tasks_ends_with_figures_of_each(folder: Path, capsys: pyte
     for config in (CONFIG, yaml.safe_dump(alone)):
         (folder / "mine.yaml").write_text(config)
         assert call(play) == 0
-        found.append(json.loads(capsys.readouterr().out))
+        found.append(json.loads(capfd.readouterr().out))
     assert found[0]["return"] != 0
     assert found[0].pop("tasks").keys() == {"near", "far"} and found[0] == found[1]
 
