@@ -8,9 +8,9 @@ lerobot` makes it, `policy.python` names it. So it is imported late, and options
 from __future__ import annotations
 
 import importlib.util
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -88,6 +88,14 @@ class LeRobotOptions(FlowOptions):
         return file
 
 
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """Keys and values of the prefix, and bool[B, N] where it is no padding."""
+
+    cache: Any
+    there: Tensor
+
+
 class LeRobotPolicy(FlowPolicy):
     """Base of such a policy: `policy` is LeRobot's own, `model` the network in it."""
 
@@ -132,11 +140,14 @@ class LeRobotPolicy(FlowPolicy):
             for key, camera in zip(self._keys, self._cameras, strict=True)
         }
 
-    @abstractmethod
-    def _velocity(self, prefix: Any, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+    def _velocity(self, prefix: Prefix, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         """As `_expert`, in whatever precision."""
+        model = self.policy.model
+        with given_to(model.action_out_proj) as seen:
+            velocity = model.denoise_step(prefix.there, prefix.cache, x, t.to(x.dtype))
+        return seen[0], velocity
 
-    def _expert(self, prefix: Any, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+    def _expert(self, prefix: Prefix, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         with self.autocast():
             if self._steps_recomputed and torch.is_grad_enabled():
                 output, velocity = checkpoint(self._velocity, prefix, x, t, use_reentrant=False)

@@ -14,13 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from pydantic import Field
-from torch import Tensor, nn
+from torch import nn
 
 from vla_stream.environments.protocol import Observations, Specification
 from vla_stream.policies import lerobot, networks
@@ -89,7 +88,7 @@ class Pi05(lerobot.LeRobotPolicy):
         always = (model.action_in_proj, model.action_out_proj, model.time_mlp_in, model.time_mlp_out)
         self.close_lerobot(options, adapted, always)
 
-    def _prefix(self, observations: Observations) -> _Prefix:
+    def _prefix(self, observations: Observations) -> lerobot.Prefix:
         from lerobot.policies.common.vla_utils import make_att_2d_masks, prepare_attention_masks_4d
 
         ids, mask = map(self.host, self._prompts(self._sentences(observations)))
@@ -104,13 +103,7 @@ class Pi05(lerobot.LeRobotPolicy):
                 inputs_embeds=[embeddings, None],
                 use_cache=True,
             )
-        return _Prefix(cache, there)
-
-    def _velocity(self, prefix: _Prefix, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        model = self.policy.model
-        with lerobot.given_to(model.action_out_proj) as seen:
-            velocity = model.denoise_step(prefix.there, prefix.cache, x, t.to(x.dtype))
-        return seen[0], velocity
+        return lerobot.Prefix(cache, there)
 
     def _sentences(self, observations: Observations) -> list[str]:
         """As openpi writes task and state for π0.5."""
@@ -120,14 +113,6 @@ class Pi05(lerobot.LeRobotPolicy):
         return [
             f"Task: {task}, State: {' '.join(map(str, row))};\nAction: " for task, row in zip(tasks, bins, strict=True)
         ]
-
-
-@dataclass(frozen=True, slots=True)
-class _Prefix:
-    """Keys and values of the prefix, and bool[B, N] where it is no padding."""
-
-    cache: Any
-    there: Tensor
 
 
 def _build(cls: Any, config: Any, folder: Path | None) -> Any:

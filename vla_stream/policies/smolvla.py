@@ -14,12 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-
-from torch import Tensor
 
 from vla_stream.environments.protocol import Observations, Specification
 from vla_stream.policies import lerobot, networks
@@ -76,7 +73,7 @@ class SmolVla(lerobot.LeRobotPolicy):
         always = (model.action_in_proj, model.action_out_proj, model.action_time_mlp_in, model.action_time_mlp_out)
         self.close_lerobot(options, adapted, (*always, model.state_proj))
 
-    def _prefix(self, observations: Observations) -> _Prefix:
+    def _prefix(self, observations: Observations) -> lerobot.Prefix:
         from lerobot.policies.common.vla_utils import make_att_2d_masks
 
         ids, mask = map(self.host, self._prompts(observations.instruction))
@@ -92,21 +89,7 @@ class SmolVla(lerobot.LeRobotPolicy):
                 inputs_embeds=[embeddings, None],
                 use_cache=True,
             )
-        return _Prefix(cache, there)
-
-    def _velocity(self, prefix: _Prefix, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        model = self.policy.model
-        with lerobot.given_to(model.action_out_proj) as seen:
-            velocity = model.denoise_step(prefix.there, prefix.cache, x, t.to(x.dtype))
-        return seen[0], velocity
-
-
-@dataclass(frozen=True, slots=True)
-class _Prefix:
-    """Keys and values of the prefix, and bool[B, N] where it is no padding."""
-
-    cache: Any
-    there: Tensor
+        return lerobot.Prefix(cache, there)
 
 
 @contextmanager
