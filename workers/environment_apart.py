@@ -6,6 +6,7 @@ person: `check`, `eval`, `demos`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ from vla_stream import plugins, tasks
 from vla_stream.config import Config
 from vla_stream.environments.conformance import Report
 from vla_stream.environments.late_images import LateImages
-from vla_stream.environments.protocol import EnvironmentBatch, Observations, StepResult
+from vla_stream.environments.protocol import EnvironmentBatch, Observations, Specification, StepResult
 from vla_stream.streams.observations import checked_observations
 from workers import environment_probe, interpreters
 from workers.environment_host import Child
@@ -71,6 +72,14 @@ def make_batch(config: Config, most_rows: int) -> EnvironmentBatch:
         members[name] = _plain(name)
     # A class of its own: whether a batch is an Expert is seen by its methods, and its name stands in messages.
     return cast(EnvironmentBatch, type(about.class_name, (BatchApart,), members)(config, rows, python))
+
+
+def specification(config: Config, task: str | None = None) -> Specification:
+    """The shapes of a config's environment, which is made for that. task: None is the first, whose shapes all have.
+    Raises InputError."""
+    name = tasks.names(config.environment)[0] if task is None else task
+    with contextlib.closing(make_batch(tasks.config_for(config, name), 1)) as batch:
+        return batch.specification
 
 
 class BatchApart:

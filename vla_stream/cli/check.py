@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,7 +50,6 @@ def check(configs: tuple[Path, ...], overrides: tuple[str, ...], conformance: bo
 def try_out(config: Config, *, everything: bool) -> None:
     """Whether the environment and the policy keep their protocols, in words; of those that the project brings, too,
     with `everything`. Raises InputError, one line per problem."""
-    from vla_stream import tasks
     from vla_stream.environments.conformance import Report
     from workers import environment_apart, policy_apart
 
@@ -68,10 +66,8 @@ def try_out(config: Config, *, everything: bool) -> None:
         for name, report in environment_apart.ask(config, "try").reports.items():
             tell(f"environment {environment.name}" + (f", task {name}" if name else ""), report)
     if everything or ":" in config.policy.name:
-        first = tasks.config_for(config, tasks.names(environment)[0])
-        with contextlib.closing(environment_apart.make_batch(first, 1)) as batch:
-            specification = batch.specification
-        tell(f"policy {config.policy.name}", policy_apart.try_out(config, specification))
+        shapes = environment_apart.specification(config)
+        tell(f"policy {config.policy.name}", policy_apart.try_out(config, shapes))
     if problems:
         raise InputError("\n".join(problems))
 
@@ -119,16 +115,13 @@ def check_files(config: Config) -> None:
 def _check_data(config: Config, data: Data) -> None:
     """Whether `pretrain.data` is what the environment shows and takes, which is made for that where this host has it.
     Raises InputError."""
-    from vla_stream import tasks
     from vla_stream.learning import recordings
     from workers import environment_apart
 
     if config.simulators.count == 0 and config.simulators.python is None:
         recordings.open_source(data).close()  # others bring the environment, and the trainer looks at the rest
         return
-    first = tasks.config_for(config, tasks.names(config.environment)[0])
-    with contextlib.closing(environment_apart.make_batch(first, 1)) as batch:
-        recordings.open_recordings(config, batch.specification).close()
+    recordings.open_recordings(config, environment_apart.specification(config)).close()
 
 
 def summary(config: Config) -> str:

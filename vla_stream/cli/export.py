@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -111,15 +110,12 @@ def _as_published(
 
 def _specification(config: Config, found: Checkpoint) -> Specification:
     """As the trainer noted it; of an older checkpoint, as the environment has it."""
-    from vla_stream import tasks
     from vla_stream.streams.specification import specification_from_json
     from workers import environment_apart
 
     if "specification" in found.meta:
         return specification_from_json(str(found.meta["specification"]))
-    first = tasks.config_for(config, tasks.names(config.environment)[0])
-    with contextlib.closing(environment_apart.make_batch(first, 1)) as batch:
-        return batch.specification
+    return environment_apart.specification(config)
 
 
 def _config(file: Path) -> Config:

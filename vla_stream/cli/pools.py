@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import time
 from collections.abc import Callable
@@ -155,8 +154,7 @@ def _other_environment(
     tasks.check_same_tickets(config.environment, environment)
     tasks.check_whole_batch(changed, environment_apart.ask(changed).whole_batch)
     for task in tasks.names(environment):
-        with contextlib.closing(environment_apart.make_batch(tasks.config_for(changed, task), 1)) as batch:
-            found = batch.specification
+        found = environment_apart.specification(changed, task)
         if expected is not None and found != expected:
             raise InputError(
                 f"{file}: {environment.name} has other shapes than run {config.name} ({found}, expected {expected}); "
